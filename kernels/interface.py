@@ -1,0 +1,125 @@
+"""What every attention kernel offers: reasons why it cannot serve, `plan` once a step, `run` once a layer."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import torch
+from vllm_attn_plugin.kernels.kv_cache import KVPages
+from vllm_attn_plugin.metadata import PagedBatch
+
+
+class Phase(StrEnum):
+    """The two kinds of rows of a batch. Decode rows include short speculative queries."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class LayerParams:
+    """What one attention layer asks of a kernel. Layers with equal parameters share a kernel and its plans.
+
+    Attributes:
+        num_qo_heads: query heads on this device.
+        num_kv_heads: key/value heads on this device; divides `num_qo_heads`.
+        head_dim: size of a head, the same for keys and values.
+        q_dtype: dtype of the query and the output.
+        kv_dtype: dtype of the cached keys and values (an fp8 dtype for an fp8 cache, whatever its storage).
+        sm_scale: factor on the logits before the softmax.
+        window_left: keys to the left of a query that it sees, itself excluded; -1 for no window.
+        logits_soft_cap: logits become `cap * tanh(logits / cap)`; 0 for none.
+        has_sinks: each query head has a learned logit that joins the softmax without a value.
+        has_alibi: each query head has an ALiBi slope.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    sm_scale: float
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    has_sinks: bool = False
+    has_alibi: bool = False
+
+
+@dataclass(frozen=True)
+class EngineParams:
+    """What is fixed for an engine's whole life.
+
+    Attributes:
+        device: where the cache lives.
+        page_size: tokens a kernel page.
+        max_batch_size: most requests in a batch.
+        max_num_tokens: most query tokens in a batch.
+        max_seq_len: longest sequence.
+        max_decode_q_len: longest query that counts as a decode.
+    """
+
+    device: torch.device
+    page_size: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    max_decode_q_len: int = 1
+
+
+@dataclass(frozen=True)
+class KernelInputs:
+    """The tensors of one layer that do not change from step to step.
+
+    Attributes:
+        k_scale, v_scale: dequantization factors of an fp8 cache; 1 otherwise.
+        sinks: float32 `[num_qo_heads]`, or None.
+        alibi_slopes: float32 `[num_qo_heads]`, or None.
+    """
+
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
+class AttentionKernel(ABC):
+    """One kernel family, set up for one kind of layer and one phase."""
+
+    name: ClassVar[str]
+
+    def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
+        self.phase = phase
+        self.layer = layer
+        self.engine = engine
+
+    @classmethod
+    @abstractmethod
+    def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """Why this kernel cannot serve the layer: readable reasons with value and limit; empty if it can."""
+
+    @abstractmethod
+    def plan(self, batch: PagedBatch) -> Any:
+        """Prepare one step on the host; the plan is good for every layer with this kernel's parameters."""
+
+    @abstractmethod
+    def run(
+        self,
+        plan: Any,
+        q: torch.Tensor,
+        kv_pages: KVPages,
+        out: torch.Tensor,
+        inputs: KernelInputs,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Compute attention of one layer.
+
+        Args:
+            plan: what `plan` returned for this step.
+            q: `[num_qo_tokens, num_qo_heads, head_dim]`, `q_dtype`; any stride but 1 in the last dimension's.
+            kv_pages: the layer's cache; the step's own keys and values are in it already.
+            out: written, `[num_qo_tokens, num_qo_heads, head_dim]`, `q_dtype`. A row that sees no key becomes 0.
+            inputs: the layer's scales, sinks and slopes.
+            lse: written when given, float32 `[num_qo_tokens, num_qo_heads]`: natural logarithm of the softmax's
+                denominator, sinks included; -inf for a row that sees no key.
+        """

@@ -1,0 +1,132 @@
+"""The pages of a KV cache, taken by stride from any layout, and the writer of new keys and values."""
+
+from typing import NamedTuple
+
+import torch
+
+KV_CACHE_DIMS = ("num_pages", "num_kv_heads", "page_size", "2 * head_dim")
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class KVPages(NamedTuple):
+    """Keys and values of one layer, views of the cache.
+
+    Attributes:
+        k, v: `[num_pages, num_kv_heads, page_size, head_dim]`; the last dimension has stride 1, the others any stride.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def canonical_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor with the strides that a dense one would have in its dimensions of size 1.
+
+    Such a dimension is never stepped over, so an engine may leave any stride there (one KV head, a batch of one);
+    kernels that hand strides to the hardware's tensor descriptors then read wildly or refuse.
+    """
+    strides = list(tensor.stride())
+    expected = 1
+    for dim in reversed(range(tensor.dim())):
+        if tensor.shape[dim] == 1:
+            strides[dim] = expected
+        expected = max(expected, strides[dim] * tensor.shape[dim])
+    return tensor.as_strided(tensor.shape, strides) if tuple(strides) != tensor.stride() else tensor
+
+
+def split_kv_cache(kv_cache: torch.Tensor, kv_dtype: torch.dtype) -> KVPages:
+    """View a layer's cache as its keys and its values, without a copy.
+
+    Args:
+        kv_cache: `[num_pages, num_kv_heads, page_size, 2 * head_dim]`, keys in the first half of the last dimension,
+            values in the second; `kv_dtype`, or uint8 that holds it (fp8). Head-major, token-major and block-major
+            layouts differ in strides alone; a page may be longer than its content.
+        kv_dtype: dtype of the stored numbers.
+
+    Raises:
+        ValueError: the cache's dtype, rank, width or last stride is none that a kernel could read.
+    """
+    if kv_cache.dtype != kv_dtype and not (kv_cache.dtype == torch.uint8 and kv_dtype.itemsize == 1):
+        raise ValueError(f"kv_cache is {kv_cache.dtype}; this layer's cache dtype is {kv_dtype}.")
+    if kv_cache.dim() != len(KV_CACHE_DIMS) or kv_cache.shape[3] % 2:
+        raise ValueError(f"kv_cache has shape {list(kv_cache.shape)}; expected [{', '.join(KV_CACHE_DIMS)}].")
+    if kv_cache.stride(3) != 1:
+        raise ValueError(f"kv_cache has stride {kv_cache.stride(3)} in its last dimension; it must be 1.")
+    head_dim = kv_cache.shape[3] // 2
+    # A view of another dtype keeps the strides only where the sizes match, which they do: one byte each.
+    pages = canonical_strides(kv_cache if kv_cache.dtype == kv_dtype else kv_cache.view(kv_dtype))
+    return KVPages(pages[..., :head_dim], pages[..., head_dim:])
+
+
+def _as_storage(pages: torch.Tensor) -> torch.Tensor:
+    """View fp8 pages as bytes: indexing is implemented for uint8 everywhere, for fp8 not."""
+    return pages.view(torch.uint8) if pages.dtype in FP8_DTYPES else pages
+
+
+def _to_cache_dtype(new: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Convert new keys or values to what the cache stores; fp8 divides by the scale and saturates.
+
+    A cast to e4m3 alone turns what is out of range into NaN, and to e5m2 into infinity.
+    """
+    if dtype not in FP8_DTYPES:
+        return new.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (new.float() / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8)
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_pages: KVPages,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Write the new tokens' keys and values into their slots.
+
+    Args:
+        k, v: `[num_tokens, num_kv_heads, head_dim]`; rows past the end of `slot_mapping` are padding.
+        kv_pages: written in place.
+        slot_mapping: int64 `[num_tokens or fewer]`; slot `page * page_size + offset`, -1 for a token not to be written.
+        k_scale, v_scale: an fp8 cache stores `k / k_scale` and `v / v_scale`, saturated.
+
+    Raises:
+        ValueError: a slot lies outside the cache.
+    """
+    num_pages, _, page_size, _ = kv_pages.k.shape
+    tokens = torch.nonzero(slot_mapping >= 0).flatten()
+    if len(tokens) == 0:
+        return
+    slots = slot_mapping[tokens]
+    if (highest := int(slots.max())) >= num_pages * page_size:
+        raise ValueError(
+            f"slot_mapping holds slot {highest}; the KV cache has {num_pages * page_size} slots "
+            f"({num_pages} pages of {page_size} tokens)."
+        )
+    page, offset = slots // page_size, slots % page_size
+    for new, pages, scale in ((k, kv_pages.k, k_scale), (v, kv_pages.v, v_scale)):
+        # Pages seen token-major, so that the two indices stand side by side: [num_pages, page_size, heads, head_dim].
+        token_major = _as_storage(pages).transpose(1, 2)
+        token_major[page, offset] = _to_cache_dtype(new[tokens], pages.dtype, scale)
+
+
+def gather_pages(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
+    """Copy some pages of keys or values, each request's side by side, as float32.
+
+    Args:
+        pages: `[num_pages, num_kv_heads, page_size, head_dim]`, any dtype and strides.
+        page_ids: int64 `[num_requests, pages_each]`.
+
+    Returns:
+        float32 `[num_kv_heads, num_requests, pages_each * page_size, head_dim]`, dense. Only the pages named are
+        read: the memory taken does not depend on the size of the cache.
+    """
+    num_requests, pages_each = page_ids.shape
+    _, num_heads, page_size, head_dim = pages.shape
+    # By dimension 0: index_select along another dimension first makes the whole cache contiguous.
+    gathered = _as_storage(pages).index_select(0, page_ids.flatten()).view(pages.dtype)
+    dense = torch.empty(
+        (num_heads, num_requests, pages_each, page_size, head_dim), dtype=torch.float32, device=pages.device
+    )
+    dense.copy_(gathered.view(num_requests, pages_each, num_heads, page_size, head_dim).permute(2, 0, 1, 3, 4))
+    return dense.view(num_heads, num_requests, pages_each * page_size, head_dim)

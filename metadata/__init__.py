@@ -1,0 +1,21 @@
+"""What a batch looks like to a paged attention kernel, free of any engine's names.
+
+Everything here is numpy and torch; nothing imports an engine or a kernel library.
+"""
+
+from vllm_attn_plugin.metadata.checks import BatchError
+from vllm_attn_plugin.metadata.indptr import PageList, indptr_from_lengths, list_pages
+from vllm_attn_plugin.metadata.paged_batch import PagedBatch, make_paged_batch, make_uncached_batch
+from vllm_attn_plugin.metadata.split import count_leading_decodes, split_decode_prefill
+
+__all__ = [
+    "BatchError",
+    "PageList",
+    "PagedBatch",
+    "count_leading_decodes",
+    "indptr_from_lengths",
+    "list_pages",
+    "make_paged_batch",
+    "make_uncached_batch",
+    "split_decode_prefill",
+]

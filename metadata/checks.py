@@ -1,0 +1,124 @@
+"""Checks of a batch. Each failure names the request, the value, the limit and the remedy."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int32]
+
+
+class BatchError(ValueError):
+    """A batch that no kernel may be given; the message names the request, the value and the limit."""
+
+
+def _first(mask: npt.NDArray[np.bool_]) -> int:
+    return int(np.argmax(mask))
+
+
+def check_indptr(name: str, indptr: IntArray, batch_size: int) -> None:
+    """Check an index pointer array: `batch_size + 1` entries, from 0, never falling.
+
+    Raises:
+        BatchError: names the array and the entry at fault.
+    """
+    if indptr.shape != (batch_size + 1,):
+        raise BatchError(
+            f"{name} has shape {list(indptr.shape)} for {batch_size} requests; it needs batch_size + 1 = "
+            f"{batch_size + 1} entries, in dummy and profile runs too."
+        )
+    if indptr[0] != 0:
+        raise BatchError(f"{name}[0] is {indptr[0]}; an index pointer array starts at 0.")
+    falling = np.diff(indptr) < 0
+    if falling.any():
+        request = _first(falling)
+        raise BatchError(
+            f"{name} falls from {indptr[request]} to {indptr[request + 1]} at request {request}; it must never fall."
+        )
+
+
+def check_seq_lens(seq_lens: IntArray, batch_size: int, max_seq_len: int) -> None:
+    """Check the KV length of every request: one a request, between 0 and `max_seq_len`.
+
+    Raises:
+        BatchError: names the first request at fault.
+    """
+    if seq_lens.shape != (batch_size,):
+        raise BatchError(f"seq_lens has shape {list(seq_lens.shape)}; a batch of {batch_size} needs [{batch_size}].")
+    bad = (seq_lens < 0) | (seq_lens > max_seq_len)
+    if bad.any():
+        request = _first(bad)
+        raise BatchError(
+            f"request {request} has seq_len {seq_lens[request]}; the limit is 0 to max_seq_len = {max_seq_len}."
+        )
+
+
+def check_table_width(num_pages_needed: IntArray, seq_lens: IntArray, table_width: int, page_size: int) -> None:
+    """Check that no request needs more pages than its block table row has slots.
+
+    Raises:
+        BatchError: names the request, its pages and the width of its row.
+    """
+    too_long = num_pages_needed > table_width
+    if too_long.any():
+        request = _first(too_long)
+        raise BatchError(
+            f"request {request} needs {num_pages_needed[request]} pages for its {seq_lens[request]} tokens "
+            f"(page size {page_size}), but its block table row has {table_width} slots; "
+            "shorten the request or widen the block table."
+        )
+
+
+def check_page_ids(indices: IntArray, indptr: IntArray, num_pages: int) -> None:
+    """Check that every listed page exists in a cache of `num_pages` pages.
+
+    Raises:
+        BatchError: names the request, its page id and the number of pages.
+    """
+    bad = (indices < 0) | (indices >= num_pages)
+    if bad.any():
+        position = _first(bad)
+        request = int(np.searchsorted(indptr, position, side="right")) - 1
+        raise BatchError(
+            f"request {request} uses page {indices[position]} (its page {position - indptr[request]}), but the KV "
+            f"cache has {num_pages} pages, 0 to {num_pages - 1}; the block table is wrong or its row holds too few pages."
+        )
+
+
+def check_last_page_lens(last_page_lens: IntArray, page_counts: IntArray, page_size: int) -> None:
+    """Check that the last page of every non-empty request holds 1 to `page_size` tokens (a full page is never 0).
+
+    Raises:
+        BatchError: names the first request at fault.
+    """
+    bad = (page_counts > 0) & ((last_page_lens < 1) | (last_page_lens > page_size))
+    if bad.any():
+        request = _first(bad)
+        raise BatchError(
+            f"request {request} has paged_kv_last_page_len {last_page_lens[request]}; the limit is 1 to page_size = "
+            f"{page_size}."
+        )
+
+
+def check_page_size(page_size: int) -> None:
+    """Check that a page holds at least one token.
+
+    Raises:
+        BatchError: names the page size.
+    """
+    if page_size < 1:
+        raise BatchError(f"page_size is {page_size}; a page holds at least 1 token.")
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, shape: list[int]) -> None:
+    """Check dtype, device and shape of one tensor of a batch.
+
+    Raises:
+        BatchError: names the tensor, what was expected and what it is.
+    """
+    got = (tensor.dtype, tensor.device.type, list(tensor.shape))
+    expected = (dtype, device.type, shape)
+    if got != expected:
+        raise BatchError(
+            f"{name} is {got[0]} on {got[1]} with shape {got[2]}; expected {expected[0]} on {expected[1]} "
+            f"with shape {expected[2]}."
+        )

@@ -1,0 +1,88 @@
+"""The index pointer arithmetic of a paged batch: the one place where it is done on the host."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from vllm_attn_plugin.metadata.checks import check_table_width
+
+IntArray = npt.NDArray[np.int32]
+
+
+def indptr_from_lengths(lengths: IntArray) -> IntArray:
+    """Turn lengths, int32 `[batch_size]`, into an index pointer array, int32 `[batch_size + 1]`.
+
+    Lengths `[3, 0, 2]` give `[0, 3, 3, 5]`: request `i` owns entries `indptr[i]` to `indptr[i + 1]`.
+    """
+    indptr = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=indptr[1:])
+    return indptr
+
+
+def count_pages(num_tokens: IntArray, page_size: int) -> IntArray:
+    """Pages that hold `num_tokens` tokens each, int32 `[batch_size]`; 0 tokens need 0 pages."""
+    return -(-num_tokens // page_size)
+
+
+def first_visible_keys(seq_lens: IntArray, q_lens: IntArray, window_left: int) -> IntArray:
+    """Position of the first key that any query of a request can see, int32 `[batch_size]`.
+
+    Args:
+        seq_lens: KV lengths, the new tokens included, int32 `[batch_size]`.
+        q_lens: query lengths, int32 `[batch_size]`. The first query stands at position `seq_len - q_len`.
+        window_left: keys to the left of a query that it sees, itself excluded; -1 for no window. A model's
+            window of 1024 tokens is `window_left = 1023`.
+    """
+    if window_left < 0:
+        return np.zeros_like(seq_lens)
+    return np.maximum(seq_lens - q_lens - window_left, 0)
+
+
+@dataclass(frozen=True)
+class PageList:
+    """The pages of every request, one after the other.
+
+    With page size 16, requests of 40 and 16 tokens in pages `[7, 2, 9]` and `[4]`:
+    `indptr = [0, 3, 4]`, `indices = [7, 2, 9, 4]`, `last_page_lens = [8, 16]`, `first_key = [0, 0]`.
+    With `window_left = 7` and one query each, the first request's query at position 39 sees keys 32 to 39, so its
+    first two pages are left out: `indptr = [0, 1, 2]`, `indices = [9, 4]`, `first_key = [32, 0]`.
+
+    Attributes:
+        indptr: int32 `[batch_size + 1]`, where each request's pages start in `indices`.
+        indices: int32 `[indptr[-1]]`, page ids.
+        last_page_lens: int32 `[batch_size]`, tokens in the last page: 1 to page_size, or 0 for an empty request.
+        first_key: int32 `[batch_size]`, the position of the first token of the first listed page.
+    """
+
+    indptr: IntArray
+    indices: IntArray
+    last_page_lens: IntArray
+    first_key: IntArray
+
+
+def list_pages(
+    block_tables: IntArray, seq_lens: IntArray, q_lens: IntArray, page_size: int, window_left: int = -1
+) -> PageList:
+    """List the pages that a batch reads, leaving out those that lie wholly to the left of the window.
+
+    Only slots that a request owns are read: entries past its pages, and those before its window, may hold anything.
+
+    Args:
+        block_tables: page ids, int32 `[batch_size, max_pages_per_request]`.
+        seq_lens: KV lengths, int32 `[batch_size]`.
+        q_lens: query lengths, int32 `[batch_size]`.
+        page_size: tokens a page.
+        window_left: see `first_visible_keys`.
+
+    Raises:
+        BatchError: a request needs more pages than its row has slots.
+    """
+    end_page = count_pages(seq_lens, page_size)
+    check_table_width(end_page, seq_lens, block_tables.shape[1], page_size)
+    first_page = np.minimum(first_visible_keys(seq_lens, q_lens, window_left) // page_size, end_page)
+    counts = end_page - first_page
+    indptr = indptr_from_lengths(counts)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    columns = np.arange(indptr[-1]) + np.repeat(first_page - indptr[:-1], counts)
+    last_page_lens = np.where(counts > 0, seq_lens - (end_page - 1) * page_size, 0).astype(np.int32)
+    return PageList(indptr, block_tables[rows, columns], last_page_lens, (first_page * page_size).astype(np.int32))

@@ -1,0 +1,169 @@
+"""One step's batch, as paged attention kernels read it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm_attn_plugin.metadata import checks
+from vllm_attn_plugin.metadata.indptr import IntArray, list_pages
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """A batch of requests whose keys and values lie in pages of a cache.
+
+    Every tensor is int32 and contiguous. Names that end in `_cpu` are on the host; where the cache itself is on the
+    host they are the same tensors as those without the ending.
+
+    Attributes:
+        page_size: tokens a page.
+        causal: whether a query sees only keys up to its own position.
+        window_left: the window that `paged_kv_*` were trimmed to (keys left of the query); -1 for none.
+        max_q_len: the longest query.
+        max_seq_len: an upper bound on the KV lengths.
+        qo_indptr, qo_indptr_cpu: `[batch_size + 1]`. Queries of 1, 1 and 5 tokens: `[0, 1, 2, 7]`.
+        seq_lens, seq_lens_cpu: `[batch_size]`, KV lengths with the new tokens; 0 for a padded row. The host copy is
+            exact unless drafts were rejected on the device, then an upper bound.
+        block_tables: `[batch_size, max_pages_per_request]`, page ids; anything past a request's pages.
+        paged_kv_indptr, paged_kv_indptr_cpu: `[batch_size + 1]`. Requests with 3, 0 and 2 pages: `[0, 3, 3, 5]`.
+        paged_kv_indices: `[paged_kv_indptr[-1]]`, page ids, a request after the other. Above: `[7, 2, 9, 4, 1]`.
+        paged_kv_last_page_len, paged_kv_last_page_len_cpu: `[batch_size]`, 1 to page_size; a full page is page_size,
+            never 0; 0 for a request with no pages.
+        first_key_cpu: `[batch_size]`, position of the first token of each request's first listed page; above 0 only
+            where pages before the window were left out.
+    """
+
+    page_size: int
+    causal: bool
+    window_left: int
+    max_q_len: int
+    max_seq_len: int
+    qo_indptr: torch.Tensor
+    qo_indptr_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    block_tables: torch.Tensor
+    paged_kv_indptr: torch.Tensor
+    paged_kv_indptr_cpu: torch.Tensor
+    paged_kv_indices: torch.Tensor
+    paged_kv_last_page_len: torch.Tensor
+    paged_kv_last_page_len_cpu: torch.Tensor
+    first_key_cpu: torch.Tensor
+
+    @property
+    def batch_size(self) -> int:
+        """Number of requests, padded rows included."""
+        return len(self.seq_lens_cpu)
+
+    @property
+    def num_qo_tokens(self) -> int:
+        """Number of query tokens of all requests."""
+        return int(self.qo_indptr_cpu[-1])
+
+    def rows(self, start: int, stop: int) -> "PagedBatch":
+        """The batch of requests `start` to `stop`: its index pointers start at 0 again, its page list is a view."""
+        if (start, stop) == (0, self.batch_size):
+            return self
+        tokens, pages = int(self.qo_indptr_cpu[start]), int(self.paged_kv_indptr_cpu[start])
+        last_page = int(self.paged_kv_indptr_cpu[stop])
+        q_lens = self.qo_indptr_cpu[start : stop + 1].diff()
+        return PagedBatch(
+            page_size=self.page_size,
+            causal=self.causal,
+            window_left=self.window_left,
+            max_q_len=int(q_lens.max()) if len(q_lens) else 0,
+            max_seq_len=self.max_seq_len,
+            qo_indptr=self.qo_indptr[start : stop + 1] - tokens,
+            qo_indptr_cpu=self.qo_indptr_cpu[start : stop + 1] - tokens,
+            seq_lens=self.seq_lens[start:stop],
+            seq_lens_cpu=self.seq_lens_cpu[start:stop],
+            block_tables=self.block_tables[start:stop],
+            paged_kv_indptr=self.paged_kv_indptr[start : stop + 1] - pages,
+            paged_kv_indptr_cpu=self.paged_kv_indptr_cpu[start : stop + 1] - pages,
+            paged_kv_indices=self.paged_kv_indices[pages:last_page],
+            paged_kv_last_page_len=self.paged_kv_last_page_len[start:stop],
+            paged_kv_last_page_len_cpu=self.paged_kv_last_page_len_cpu[start:stop],
+            first_key_cpu=self.first_key_cpu[start:stop],
+        )
+
+
+def make_paged_batch(
+    *,
+    qo_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    page_size: int,
+    max_seq_len: int,
+    num_pages: int | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+) -> PagedBatch:
+    """Compute a batch whose cache is on the host.
+
+    Args:
+        qo_indptr: int32 `[batch_size + 1]` on the CPU.
+        seq_lens: int32 `[batch_size]` on the CPU.
+        block_tables: int32 `[batch_size, max_pages_per_request]` on the CPU; any row stride.
+        page_size: tokens a page: the kernel's page, not the engine's block, where the two differ.
+        max_seq_len: upper bound on `seq_lens`.
+        num_pages: pages in the cache; checked against every page id when given.
+        causal: whether a query sees only keys up to its own position.
+        window_left: leave out pages that no query can see, see `first_visible_keys`; -1 for no window.
+
+    Raises:
+        BatchError: names the request, the value and the limit.
+    """
+    batch_size = len(seq_lens)
+    cpu = torch.device("cpu")
+    checks.check_page_size(page_size)
+    checks.check_tensor("qo_indptr", qo_indptr, torch.int32, cpu, [batch_size + 1])
+    checks.check_tensor("seq_lens", seq_lens, torch.int32, cpu, [batch_size])
+    checks.check_tensor("block_tables", block_tables, torch.int32, cpu, [batch_size, *block_tables.shape[1:2]])
+    checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
+    checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
+    q_lens: IntArray = np.diff(qo_indptr.numpy())
+    pages = list_pages(block_tables.numpy(), seq_lens.numpy(), q_lens, page_size, window_left)
+    checks.check_last_page_lens(pages.last_page_lens, np.diff(pages.indptr), page_size)
+    if num_pages is not None:
+        checks.check_page_ids(pages.indices, pages.indptr, num_pages)
+    indptr, last_page_lens = torch.from_numpy(pages.indptr), torch.from_numpy(pages.last_page_lens)
+    return PagedBatch(
+        page_size=page_size,
+        causal=causal,
+        window_left=window_left,
+        max_q_len=int(q_lens.max(initial=0)),
+        max_seq_len=max_seq_len,
+        qo_indptr=qo_indptr,
+        qo_indptr_cpu=qo_indptr,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        block_tables=block_tables,
+        paged_kv_indptr=indptr,
+        paged_kv_indptr_cpu=indptr,
+        paged_kv_indices=torch.from_numpy(pages.indices),
+        paged_kv_last_page_len=last_page_lens,
+        paged_kv_last_page_len_cpu=last_page_lens,
+        first_key_cpu=torch.from_numpy(pages.first_key),
+    )
+
+
+def make_uncached_batch(*, qo_indptr: torch.Tensor, page_size: int, max_seq_len: int) -> PagedBatch:
+    """Compute the batch of a profile run: queries, but no cache yet, so no keys and no pages.
+
+    The arrays have the shapes of any other batch (`batch_size + 1` index pointers, all of them 0 for the pages), so
+    what plans from them needs no case of its own, and nothing of this batch can leak into the next one.
+
+    Args:
+        qo_indptr: int32 `[batch_size + 1]` on the CPU.
+        page_size: tokens a page.
+        max_seq_len: the engine's longest sequence.
+    """
+    batch_size = len(qo_indptr) - 1
+    return make_paged_batch(
+        qo_indptr=qo_indptr,
+        seq_lens=torch.zeros(batch_size, dtype=torch.int32),
+        block_tables=torch.zeros((batch_size, 0), dtype=torch.int32),
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        num_pages=0,
+    )

@@ -1,0 +1,156 @@
+"""The backend class: what vLLM asks before it hands a model to us."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_attn_plugin.kernels import EngineParams, LayerParams, NoKernelError, Phase, choose
+from vllm_attn_plugin.settings import settings
+
+FP8_CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES}
+
+# Kernels take the content of a page by stride, so the order of the layers, pages, heads and tokens is free. First is
+# what one page's keys are densest in: head-major.
+LAYOUTS = (
+    KVCacheLayout.LBHNC,
+    KVCacheLayout.LBNHC,
+    KVCacheLayout.BLHNC,
+    KVCacheLayout.BLNHC,
+    KVCacheLayout.BHLNC,
+    KVCacheLayout.LHBNC,
+)
+
+
+def cache_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that vLLM's `--kv-cache-dtype` name stands for.
+
+    Raises:
+        ValueError: no kernel of ours reads such a cache.
+    """
+    if name in (None, "auto"):
+        return model_dtype
+    if name not in CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype {name!r} not supported; use auto or one of: {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[name]
+
+
+class AttnPluginBackend(AttentionBackend):
+    """The CUSTOM attention backend."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *CACHE_DTYPES]
+
+    @staticmethod
+    def get_name() -> str:
+        """Must be the name of a member of vLLM's enum: it is looked up there."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """The class that computes one layer's attention."""
+        from vllm_attn_plugin.impl import AttnPluginImpl
+
+        return AttnPluginImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """The class that makes each step's metadata."""
+        from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
+
+        return AttnPluginMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
+        """Tokens a kernel page may have."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Layouts that the kernels read, best first."""
+        return LAYOUTS
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Any size; whether a kernel takes it is the dispatch's to say."""
+        return head_size > 0
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether attention sinks are served."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Whether a sliding window is served, also where the layers of a KV-cache group differ in it."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Whether a decoder's queries may see keys behind their own position."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """No capability is refused here: a CPU has none, and a GPU's is the dispatch's to judge."""
+        del capability
+        return True
+
+    @classmethod
+    def validate_configuration(cls, **configuration: Any) -> list[str]:
+        """Why this backend cannot serve a configuration; empty if it can.
+
+        vLLM's own reasons are given the value and the limit, and the dispatch is asked whether a kernel exists.
+        """
+        reasons = [_explain(reason, configuration) for reason in super().validate_configuration(**configuration)]
+        return reasons or _dispatch_reasons(configuration)
+
+
+def _explain(reason: str, configuration: dict[str, Any]) -> str:
+    """Add to one of vLLM's reasons the value that it speaks of and what would be served."""
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in AttnPluginBackend.supported_dtypes)
+    details = {
+        "dtype not supported": f"dtype {configuration['dtype']} not supported; use one of: {dtypes}",
+        "head_size not supported": f"head_size {configuration['head_size']} not supported; it must be 1 or more",
+        "kv_cache_dtype not supported": f"kv_cache_dtype {configuration['kv_cache_dtype']!r} not supported; "
+        f"use one of: {', '.join(AttnPluginBackend.supported_kv_cache_dtypes)}",
+        "block_size not supported": f"block_size {configuration['block_size']} not supported; use a multiple of 16",
+    }
+    return details.get(reason, reason)
+
+
+def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
+    """Ask the dispatch for a kernel of each phase, with what is known before a model is built."""
+    layer = LayerParams(
+        num_qo_heads=1,
+        num_kv_heads=1,
+        head_dim=configuration["head_size"],
+        q_dtype=configuration["dtype"],
+        kv_dtype=cache_dtype(configuration["kv_cache_dtype"], configuration["dtype"]),
+        sm_scale=1.0,
+        window_left=0 if configuration.get("has_sliding_window") else -1,
+        has_sinks=configuration["has_sink"],
+    )
+    engine = EngineParams(
+        device=torch.device(current_platform.device_type),
+        page_size=configuration["block_size"] or 16,
+        max_batch_size=1,
+        max_num_tokens=1,
+        max_seq_len=1,
+    )
+    chosen = settings()
+    reasons = []
+    for phase, forced in ((Phase.PREFILL, chosen.prefill_kernel), (Phase.DECODE, chosen.decode_kernel)):
+        try:
+            choose(phase, layer, engine, forced)
+        except NoKernelError as error:
+            reasons.append(str(error))
+    return reasons

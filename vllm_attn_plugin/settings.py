@@ -1,0 +1,75 @@
+"""Settings, from environment variables; parsed once, and a bad value is refused by name."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+PREFIX = "VLLM_ATTN_PLUGIN_"
+AUTO = "auto"
+
+# Read by the demo scripts rather than by the backend; known here so that they are not refused.
+DEMO_VARIABLES = ("VLLM_ATTN_PLUGIN_CACHE",)
+
+
+class SettingsError(ValueError):
+    """An environment variable holds what it may not; the message names it, its value and what it may be."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may set.
+
+    Attributes:
+        decode_kernel: VLLM_ATTN_PLUGIN_DECODE_KERNEL, a kernel's name, or None (auto) to let the dispatch choose.
+        prefill_kernel: VLLM_ATTN_PLUGIN_PREFILL_KERNEL, likewise.
+        check_batches: VLLM_ATTN_PLUGIN_CHECK_BATCHES, whether every page id is held against the cache's size on every
+            step. Costs microseconds where the block table is on the host; on a GPU it would wait for the device.
+    """
+
+    decode_kernel: str | None
+    prefill_kernel: str | None
+    check_batches: bool
+
+
+def _choice(variables: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    value = variables.get(PREFIX + name, AUTO).strip().lower()
+    if value not in allowed:
+        raise SettingsError(f"{PREFIX}{name} is {variables[PREFIX + name]!r}; set it to one of: {', '.join(allowed)}.")
+    return value
+
+
+def _kernel(variables: Mapping[str, str], name: str, kernels: tuple[str, ...]) -> str | None:
+    value = _choice(variables, name, (AUTO, *kernels))
+    return None if value == AUTO else value
+
+
+def parse(variables: Mapping[str, str], kernels: tuple[str, ...]) -> Settings:
+    """Parse settings from environment variables.
+
+    Args:
+        variables: the environment.
+        kernels: names of the kernels that may be forced.
+
+    Raises:
+        SettingsError: a value that may not be, or a variable with our prefix that does not exist.
+    """
+    known = {PREFIX + name for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK_BATCHES")} | set(DEMO_VARIABLES)
+    for name in sorted(variables):
+        if name.startswith(PREFIX) and name not in known:
+            raise SettingsError(
+                f"{name} is no setting of vllm-attn-plugin; the settings are: {', '.join(sorted(known))}."
+            )
+    return Settings(
+        decode_kernel=_kernel(variables, "DECODE_KERNEL", kernels),
+        prefill_kernel=_kernel(variables, "PREFILL_KERNEL", kernels),
+        check_batches=_choice(variables, "CHECK_BATCHES", (AUTO, "on", "off")) != "off",
+    )
+
+
+@cache
+def settings() -> Settings:
+    """This process's settings, read from its environment at the first call."""
+    from vllm_attn_plugin.kernels.dispatch import KERNELS
+
+    return parse(os.environ, tuple(sorted(KERNELS)))
