@@ -94,20 +94,23 @@ def write_kv(
         ValueError: a slot lies outside the cache.
     """
     num_pages, _, page_size, _ = kv_pages.k.shape
-    tokens = torch.nonzero(slot_mapping >= 0).flatten()
-    if len(tokens) == 0:
+    if slot_mapping.numel() == 0:
         return
-    slots = slot_mapping[tokens]
-    if (highest := int(slots.max())) >= num_pages * page_size:
+    lowest, highest = (int(bound) for bound in slot_mapping.aminmax())
+    if highest >= num_pages * page_size:
         raise ValueError(
             f"slot_mapping holds slot {highest}; the KV cache has {num_pages * page_size} slots "
             f"({num_pages} pages of {page_size} tokens)."
         )
-    page, offset = slots // page_size, slots % page_size
+    k, v = k[: len(slot_mapping)], v[: len(slot_mapping)]
+    if lowest < 0:
+        written = (slot_mapping >= 0).nonzero().flatten()
+        k, v, slot_mapping = k[written], v[written], slot_mapping[written]
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
     for new, pages, scale in ((k, kv_pages.k, k_scale), (v, kv_pages.v, v_scale)):
         # Pages seen token-major, so that the two indices stand side by side: [num_pages, page_size, heads, head_dim].
         token_major = _as_storage(pages).transpose(1, 2)
-        token_major[page, offset] = _to_cache_dtype(new[tokens], pages.dtype, scale)
+        token_major[page, offset] = _to_cache_dtype(new, pages.dtype, scale)
 
 
 def gather_pages(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,8 @@ class Tile:
         rows: int64 `[R * T]`, query tokens; padding repeats the block's last.
         page_ids: int64 `[R, P]`; padding repeats the block's last page.
         hidden: bool `[R, T, L]`, True where a query must not see a key.
-        absent: bool `[R, L]`, True where a slot holds no key of the request: its content may be anything, NaN included.
+        blind: bool `[R, T]`, True for a query that sees no key; None where every one sees some.
+        absent: int64, the entries of `[R * L]` that hold no key of the request: anything may lie there, NaN included.
         distance: float32 `[R, T, L]`, key position minus query position, for ALiBi; None where no layer asks.
         real_rows: int64, the entries of `rows` that are not padding; None where all are real.
     """
@@ -54,6 +55,7 @@ class Tile:
     rows: torch.Tensor
     page_ids: torch.Tensor
     hidden: torch.Tensor
+    blind: torch.Tensor | None
     absent: torch.Tensor
     distance: torch.Tensor | None
     real_rows: torch.Tensor | None
@@ -217,6 +219,7 @@ def _make_tile(batch: PagedBatch, blocks: list[_Block], layer: LayerParams, devi
     if layer.window_left >= 0:
         hidden = hidden | (distance < -layer.window_left)
     is_real = np.arange(num_rows.max()) < num_rows[:, None]
+    blind = hidden.all(-1)
 
     def on_device(array: IntArray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
@@ -225,7 +228,8 @@ def _make_tile(batch: PagedBatch, blocks: list[_Block], layer: LayerParams, devi
         rows=on_device((first_row[:, None] + row).ravel(), torch.int64),
         page_ids=on_device(batch.paged_kv_indices.cpu().numpy()[first_page[:, None] + page], torch.int64),
         hidden=on_device(hidden, torch.bool),
-        absent=on_device(absent, torch.bool),
+        blind=on_device(blind, torch.bool) if blind.any() else None,
+        absent=on_device(np.flatnonzero(absent), torch.int64),
         distance=on_device(distance, torch.float32) if layer.has_alibi else None,
         real_rows=None if is_real.all() else on_device(np.flatnonzero(is_real), torch.int64),
     )
@@ -244,6 +248,9 @@ def _run_tile(
     num_blocks, _, num_keys = tile.hidden.shape
     group = layer.num_qo_heads // layer.num_kv_heads
     step = max(1, MAX_TILE_KEYS // (num_blocks * num_keys * layer.head_dim))
+    if step >= layer.num_kv_heads:
+        _run_tile_heads(tile, layer, q, kv_pages, out, inputs, lse)
+        return
     for first in range(0, layer.num_kv_heads, step):
         kv_heads = slice(first, min(first + step, layer.num_kv_heads))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
@@ -275,20 +282,27 @@ def _run_tile_heads(
     """Compute the heads given of one tile and scatter its rows into `out` (and `lse`)."""
     num_blocks, num_rows, num_keys = tile.hidden.shape
     group = layer.num_qo_heads // layer.num_kv_heads
-    heads_blocks_rows = (layer.num_kv_heads, num_blocks, group, num_rows)
+    shape = (layer.num_kv_heads, num_blocks, group, num_rows)
     # Query heads of a group lie side by side, so that one product serves all heads that share keys.
-    scaled = q[tile.rows].float() * (layer.sm_scale * inputs.k_scale)
+    scaled = q[tile.rows].float().mul_(layer.sm_scale * inputs.k_scale)
     scaled = scaled.view(num_blocks, num_rows, layer.num_kv_heads, group, layer.head_dim).permute(2, 0, 3, 1, 4)
     keys = gather_pages(kv_pages.k, tile.page_ids)
     logits = torch.matmul(scaled.reshape(layer.num_kv_heads, num_blocks, group * num_rows, layer.head_dim), keys.mT)
-    logits = _shape_logits(logits.view(*heads_blocks_rows, num_keys), tile, layer, inputs)
-    denominator, log_denominator = _softmax_in_place(logits, layer, inputs, lse is not None)
-    values = gather_pages(kv_pages.v, tile.page_ids).masked_fill_(tile.absent[None, :, :, None], 0)
-    result = torch.matmul(logits.view(layer.num_kv_heads, num_blocks, group * num_rows, num_keys), values)
-    result = result.view(*heads_blocks_rows, layer.head_dim).mul_(inputs.v_scale / denominator)
+    del keys
+    logits = _shape_logits(logits.view(*shape, num_keys), tile, layer, inputs)
+    values = gather_pages(kv_pages.v, tile.page_ids)
+    # A weight of 0 does not silence a NaN.
+    values.view(layer.num_kv_heads, -1, layer.head_dim).index_fill_(1, tile.absent, 0)
+    weights = torch.softmax(logits, -1).view(layer.num_kv_heads, num_blocks, group * num_rows, num_keys)
+    result = torch.matmul(weights, values).view(*shape, layer.head_dim)
+    if inputs.v_scale != 1:
+        result.mul_(inputs.v_scale)
+    log_sum = _log_sum(logits, layer, inputs, result) if inputs.sinks is not None or lse is not None else None
+    if tile.blind is not None:
+        result.masked_fill_(tile.blind[None, :, None, :, None], 0)
     _scatter(result.permute(1, 3, 0, 2, 4).reshape(-1, layer.num_qo_heads, layer.head_dim), tile, out)
-    if lse is not None:
-        _scatter(log_denominator.permute(1, 3, 0, 2, 4).reshape(-1, layer.num_qo_heads), tile, lse)
+    if lse is not None and log_sum is not None:
+        _scatter(log_sum.permute(1, 3, 0, 2, 4).reshape(-1, layer.num_qo_heads), tile, lse)
 
 
 def _shape_logits(logits: torch.Tensor, tile: Tile, layer: LayerParams, inputs: KernelInputs) -> torch.Tensor:
@@ -305,25 +319,14 @@ def _per_head(values: torch.Tensor, layer: LayerParams) -> torch.Tensor:
     return values.float().view(layer.num_kv_heads, 1, -1, 1, 1)
 
 
-def _softmax_in_place(
-    logits: torch.Tensor, layer: LayerParams, inputs: KernelInputs, need_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn logits into unnormalised weights, in place.
-
-    Returns:
-        The denominator to divide by (1 for a row that sees nothing, whose weights are all 0) and, when `need_lse`,
-        its natural logarithm (-inf for such a row); both `[num_kv_heads, R, group, T, 1]`.
-    """
-    highest = logits.amax(-1, keepdim=True)
-    sinks = None if inputs.sinks is None else _per_head(inputs.sinks, layer)
-    if sinks is not None:
-        highest = torch.maximum(highest, sinks)
-    highest = highest.masked_fill(highest == float("-inf"), 0)
-    denominator = logits.sub_(highest).exp_().sum(-1, keepdim=True)
-    if sinks is not None:
-        denominator += (sinks - highest).exp_()
-    log_denominator = denominator.log().add_(highest) if need_lse else denominator
-    return denominator.masked_fill(denominator == 0, 1), log_denominator
+def _log_sum(logits: torch.Tensor, layer: LayerParams, inputs: KernelInputs, result: torch.Tensor) -> torch.Tensor:
+    """Log of the softmax denominator, `[num_kv_heads, R, group, T, 1]`; a sink joins it and shrinks `result`."""
+    log_sum = torch.logsumexp(logits, -1, keepdim=True)
+    if inputs.sinks is None:
+        return log_sum
+    with_sink = torch.logaddexp(log_sum, _per_head(inputs.sinks, layer))
+    result.mul_((log_sum - with_sink).exp_())
+    return with_sink
 
 
 def _scatter(result: torch.Tensor, tile: Tile, out: torch.Tensor) -> None:

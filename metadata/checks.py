@@ -80,7 +80,7 @@ def check_page_ids(indices: IntArray, indptr: IntArray, num_pages: int) -> None:
         request = int(np.searchsorted(indptr, position, side="right")) - 1
         raise BatchError(
             f"request {request} uses page {indices[position]} (its page {position - indptr[request]}), but the KV "
-            f"cache has {num_pages} pages, 0 to {num_pages - 1}; the block table is wrong or its row holds too few pages."
+            f"cache has {num_pages} pages, 0 to {num_pages - 1}; the block table is wrong or its row is too short."
         )
 
 
