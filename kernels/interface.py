@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +57,10 @@ class EngineParams:
         max_num_tokens: most query tokens in a batch.
         max_seq_len: longest sequence.
         max_decode_q_len: longest query that counts as a decode.
+        compute_capability: (major, minor) of an NVIDIA GPU; None on any other device.
+        num_sms: multiprocessors of an NVIDIA GPU.
+        head_major_pages: whether a page's keys of one head lie side by side (the other way is token-major).
+        decode_graph_sizes: batch sizes whose decode steps may be captured in a full CUDA graph.
     """
 
     device: torch.device
@@ -65,6 +69,15 @@ class EngineParams:
     max_num_tokens: int
     max_seq_len: int
     max_decode_q_len: int = 1
+    compute_capability: tuple[int, int] | None = None
+    num_sms: int = 0
+    head_major_pages: bool = True
+    decode_graph_sizes: tuple[int, ...] = ()
+
+    @property
+    def max_pages_per_request(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_seq_len // self.page_size)
 
 
 @dataclass(frozen=True)
@@ -75,18 +88,36 @@ class KernelInputs:
         k_scale, v_scale: dequantization factors of an fp8 cache; 1 otherwise.
         sinks: float32 `[num_qo_heads]`, or None.
         alibi_slopes: float32 `[num_qo_heads]`, or None.
+        q_scale: dequantization factor of an fp8 query; 1 otherwise.
     """
 
     k_scale: float = 1.0
     v_scale: float = 1.0
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    q_scale: float = 1.0
+
+
+class GraphSupport(Enum):
+    """Which decode batches a kernel can serve from a full CUDA graph, its `plan` run before each replay."""
+
+    NEVER = 0
+    SINGLE_TOKEN = 1
+    UNIFORM = 2
 
 
 class AttentionKernel(ABC):
-    """One kernel family, set up for one kind of layer and one phase."""
+    """One kernel family, set up for one kind of layer and one phase.
+
+    Attributes:
+        name: what settings and logs call it.
+        graph_support: which decode batches it can serve from a full CUDA graph.
+        reads_page_lists: whether its plan reads `paged_kv_indices` on the device; where no kernel does they are not made.
+    """
 
     name: ClassVar[str]
+    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
+    reads_page_lists: ClassVar[bool] = True
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         self.phase = phase
@@ -116,10 +147,10 @@ class AttentionKernel(ABC):
 
         Args:
             plan: what `plan` returned for this step.
-            q: `[num_qo_tokens, num_qo_heads, head_dim]`, `q_dtype`; any stride but 1 in the last dimension's.
+            q: `[num_rows, num_qo_heads, head_dim]`, `q_dtype`; any strides, 1 in the last dimension.
             kv_pages: the layer's cache; the step's own keys and values are in it already.
-            out: written, `[num_qo_tokens, num_qo_heads, head_dim]`, `q_dtype`. A row that sees no key becomes 0.
+            out: written, the query's shape and dtype. A row that sees no key becomes 0.
             inputs: the layer's scales, sinks and slopes.
-            lse: written when given, float32 `[num_qo_tokens, num_qo_heads]`: natural logarithm of the softmax's
+            lse: written when given, float32 `[num_rows, num_qo_heads]`: natural logarithm of the softmax's
                 denominator, sinks included; -inf for a row that sees no key.
         """

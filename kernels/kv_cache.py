@@ -113,6 +113,35 @@ def write_kv(
         token_major[page, offset] = _to_cache_dtype(new, pages.dtype, scale)
 
 
+def write_kv_on_gpu(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_pages: KVPages,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Write the new tokens' keys and values with the engine's cache operator: one launch, nothing read back.
+
+    Args:
+        k, v: see `write_kv`.
+        kv_pages: see `write_kv`.
+        slot_mapping: see `write_kv`; a slot outside the cache is not noticed here.
+        k_scale, v_scale: float32 `[1]` on the GPU.
+    """
+    name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}.get(kv_pages.k.dtype, "auto")
+    torch.ops._C_cache_ops.reshape_and_cache_flash(
+        k,
+        v,
+        _as_storage(kv_pages.k).transpose(1, 2),
+        _as_storage(kv_pages.v).transpose(1, 2),
+        slot_mapping,
+        name,
+        k_scale,
+        v_scale,
+    )
+
+
 def gather_pages(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
     """Copy some pages of keys or values, each request's side by side, as float32.
 

@@ -63,9 +63,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """The tiles of a step, and the query tokens that see no key at all (None where there are none)."""
+    """The tiles of a step, and the rows that see no key at all, padding among them (None where there are none)."""
 
-    num_qo_tokens: int
+    num_rows: int
     tiles: list[Tile]
     keyless_rows: torch.Tensor | None
 
@@ -93,7 +93,7 @@ class ReferenceKernel(AttentionKernel):
         groups = _group_blocks(blocks, batch, self.layer)
         tiles = [_make_tile(batch, group, self.layer, self.engine.device) for group in groups]
         keyless_rows = torch.tensor(keyless, dtype=torch.int64, device=self.engine.device) if keyless else None
-        return ReferencePlan(batch.num_qo_tokens, tiles, keyless_rows)
+        return ReferencePlan(batch.num_rows, tiles, keyless_rows)
 
     def run(
         self,
@@ -121,7 +121,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _check_rows(name: str, tensor: torch.Tensor, plan: ReferencePlan, layer: LayerParams) -> None:
-    expected = [plan.num_qo_tokens, layer.num_qo_heads, layer.head_dim]
+    expected = [plan.num_rows, layer.num_qo_heads, layer.head_dim]
     if list(tensor.shape) != expected or tensor.dtype != layer.q_dtype:
         raise ValueError(
             f"{name} is {tensor.dtype} with shape {list(tensor.shape)}; the plan needs {layer.q_dtype} with {expected}."
@@ -133,7 +133,7 @@ def _cut_blocks(batch: PagedBatch, layer: LayerParams) -> tuple[list[_Block], li
     qo_indptr, page_indptr = batch.qo_indptr_cpu.tolist(), batch.paged_kv_indptr_cpu.tolist()
     seq_lens, first_keys = batch.seq_lens_cpu.tolist(), batch.first_key_cpu.tolist()
     blocks: list[_Block] = []
-    keyless: list[int] = []
+    keyless = list(range(batch.num_qo_tokens, batch.num_rows))
     for request, seq_len in enumerate(seq_lens):
         start, stop = qo_indptr[request], qo_indptr[request + 1]
         num_keys = (page_indptr[request + 1] - page_indptr[request]) * batch.page_size

@@ -5,16 +5,24 @@ Everything here is numpy and torch; nothing imports an engine or a kernel librar
 
 from vllm_attn_plugin.metadata.checks import BatchError
 from vllm_attn_plugin.metadata.indptr import PageList, indptr_from_lengths, list_pages
-from vllm_attn_plugin.metadata.paged_batch import PagedBatch, make_paged_batch, make_uncached_batch
+from vllm_attn_plugin.metadata.paged_batch import (
+    PagedBatch,
+    PageListBuffers,
+    make_device_batch,
+    make_paged_batch,
+    make_uncached_batch,
+)
 from vllm_attn_plugin.metadata.split import count_leading_decodes, split_decode_prefill
 
 __all__ = [
     "BatchError",
     "PageList",
+    "PageListBuffers",
     "PagedBatch",
     "count_leading_decodes",
     "indptr_from_lengths",
     "list_pages",
+    "make_device_batch",
     "make_paged_batch",
     "make_uncached_batch",
     "split_decode_prefill",

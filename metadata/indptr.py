@@ -60,6 +60,30 @@ class PageList:
     first_key: IntArray
 
 
+@dataclass(frozen=True)
+class PageSpan:
+    """Which of its pages each request reads, by number: what a page list is cut to.
+
+    Attributes:
+        first: int32 `[batch_size]`, the first page that a query can see.
+        count: int32 `[batch_size]`, pages from there to the last.
+        last_page_lens: int32 `[batch_size]`, tokens in the last page: 1 to page_size, or 0 for no pages.
+    """
+
+    first: IntArray
+    count: IntArray
+    last_page_lens: IntArray
+
+
+def span_pages(seq_lens: IntArray, q_lens: IntArray, page_size: int, window_left: int = -1) -> PageSpan:
+    """Find the pages that each request reads: all that hold its keys, less those wholly left of the window."""
+    end = count_pages(seq_lens, page_size)
+    first = np.minimum(first_visible_keys(seq_lens, q_lens, window_left) // page_size, end)
+    count = end - first
+    last_page_lens = np.where(count > 0, seq_lens - (end - 1) * page_size, 0)
+    return PageSpan(first.astype(np.int32), count.astype(np.int32), last_page_lens.astype(np.int32))
+
+
 def list_pages(
     block_tables: IntArray, seq_lens: IntArray, q_lens: IntArray, page_size: int, window_left: int = -1
 ) -> PageList:
@@ -77,12 +101,9 @@ def list_pages(
     Raises:
         BatchError: a request needs more pages than its row has slots.
     """
-    end_page = count_pages(seq_lens, page_size)
-    check_table_width(end_page, seq_lens, block_tables.shape[1], page_size)
-    first_page = np.minimum(first_visible_keys(seq_lens, q_lens, window_left) // page_size, end_page)
-    counts = end_page - first_page
-    indptr = indptr_from_lengths(counts)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    columns = np.arange(indptr[-1]) + np.repeat(first_page - indptr[:-1], counts)
-    last_page_lens = np.where(counts > 0, seq_lens - (end_page - 1) * page_size, 0).astype(np.int32)
-    return PageList(indptr, block_tables[rows, columns], last_page_lens, (first_page * page_size).astype(np.int32))
+    check_table_width(count_pages(seq_lens, page_size), seq_lens, block_tables.shape[1], page_size)
+    span = span_pages(seq_lens, q_lens, page_size, window_left)
+    indptr = indptr_from_lengths(span.count)
+    rows = np.repeat(np.arange(len(span.count)), span.count)
+    columns = np.arange(indptr[-1]) + np.repeat(span.first - indptr[:-1], span.count)
+    return PageList(indptr, block_tables[rows, columns], span.last_page_lens, span.first * page_size)

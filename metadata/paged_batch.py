@@ -1,11 +1,14 @@
 """One step's batch, as paged attention kernels read it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
 from vllm_attn_plugin.metadata import checks
-from vllm_attn_plugin.metadata.indptr import IntArray, list_pages
+from vllm_attn_plugin.metadata.indptr import IntArray, count_pages, indptr_from_lengths, list_pages, span_pages
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class PagedBatch:
         window_left: the window that `paged_kv_*` were trimmed to (keys left of the query); -1 for none.
         max_q_len: the longest query.
         max_seq_len: an upper bound on the KV lengths.
+        num_rows: rows of the query that belong to the batch: its tokens, then any padding.
         qo_indptr, qo_indptr_cpu: `[batch_size + 1]`. Queries of 1, 1 and 5 tokens: `[0, 1, 2, 7]`.
         seq_lens, seq_lens_cpu: `[batch_size]`, KV lengths with the new tokens; 0 for a padded row. The host copy is
             exact unless drafts were rejected on the device, then an upper bound.
@@ -31,6 +35,9 @@ class PagedBatch:
             never 0; 0 for a request with no pages.
         first_key_cpu: `[batch_size]`, position of the first token of each request's first listed page; above 0 only
             where pages before the window were left out.
+
+    Where the cache is on a GPU, `paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` are empty until
+    `list_on_device` fills them: not every kernel reads them.
     """
 
     page_size: int
@@ -38,6 +45,7 @@ class PagedBatch:
     window_left: int
     max_q_len: int
     max_seq_len: int
+    num_rows: int
     qo_indptr: torch.Tensor
     qo_indptr_cpu: torch.Tensor
     seq_lens: torch.Tensor
@@ -61,30 +69,74 @@ class PagedBatch:
         return int(self.qo_indptr_cpu[-1])
 
     def rows(self, start: int, stop: int) -> "PagedBatch":
-        """The batch of requests `start` to `stop`: its index pointers start at 0 again, its page list is a view."""
+        """The batch of requests `start` to `stop`, its index pointers from 0 again; padding goes with the last request."""
         if (start, stop) == (0, self.batch_size):
             return self
-        tokens, pages = int(self.qo_indptr_cpu[start]), int(self.paged_kv_indptr_cpu[start])
-        last_page = int(self.paged_kv_indptr_cpu[stop])
         q_lens = self.qo_indptr_cpu[start : stop + 1].diff()
-        return PagedBatch(
-            page_size=self.page_size,
-            causal=self.causal,
-            window_left=self.window_left,
+        padding = self.num_rows - self.num_qo_tokens if stop == self.batch_size else 0
+        first_page, end_page = (int(self.paged_kv_indptr_cpu[request]) for request in (start, stop))
+        return replace(
+            self,
             max_q_len=int(q_lens.max()) if len(q_lens) else 0,
-            max_seq_len=self.max_seq_len,
-            qo_indptr=self.qo_indptr[start : stop + 1] - tokens,
-            qo_indptr_cpu=self.qo_indptr_cpu[start : stop + 1] - tokens,
+            num_rows=int(q_lens.sum()) + padding,
+            qo_indptr=_rebased(self.qo_indptr, start, stop),
+            qo_indptr_cpu=_rebased(self.qo_indptr_cpu, start, stop),
             seq_lens=self.seq_lens[start:stop],
             seq_lens_cpu=self.seq_lens_cpu[start:stop],
             block_tables=self.block_tables[start:stop],
-            paged_kv_indptr=self.paged_kv_indptr[start : stop + 1] - pages,
-            paged_kv_indptr_cpu=self.paged_kv_indptr_cpu[start : stop + 1] - pages,
-            paged_kv_indices=self.paged_kv_indices[pages:last_page],
+            paged_kv_indptr=_rebased(self.paged_kv_indptr, start, stop),
+            paged_kv_indptr_cpu=_rebased(self.paged_kv_indptr_cpu, start, stop),
+            paged_kv_indices=self.paged_kv_indices[first_page:end_page],
             paged_kv_last_page_len=self.paged_kv_last_page_len[start:stop],
             paged_kv_last_page_len_cpu=self.paged_kv_last_page_len_cpu[start:stop],
             first_key_cpu=self.first_key_cpu[start:stop],
         )
+
+    def list_on_device(self, buffers: "PageListBuffers") -> "PagedBatch":
+        """Fill the page lists on the GPU, from the lengths and tables there; the host is not asked."""
+        from vllm_attn_plugin.metadata.page_kernel import list_pages_on_device
+
+        list_pages_on_device(
+            self.seq_lens,
+            self.qo_indptr,
+            self.block_tables,
+            self.page_size,
+            self.window_left,
+            buffers.indptr,
+            buffers.indices,
+            buffers.last_page_lens,
+        )
+        return replace(
+            self,
+            paged_kv_indptr=buffers.indptr[: self.batch_size + 1],
+            # Cut by the host's count, which is exact or an upper bound; the device's index pointers say where each ends.
+            paged_kv_indices=buffers.indices[: int(self.paged_kv_indptr_cpu[-1])],
+            paged_kv_last_page_len=buffers.last_page_lens[: self.batch_size],
+        )
+
+
+def _rebased(indptr: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Entries `start` to `stop` of an index pointer array, less the first; a view where that is 0 anyway."""
+    part = indptr[start : stop + 1]
+    return part - part[:1] if start else part
+
+
+class PageListBuffers:
+    """Where a GPU keeps the page lists of one phase and window; the addresses stay, so captured graphs may read them.
+
+    Attributes:
+        indptr: int32 `[max_batch_size + 1]`.
+        indices: int32 `[max_batch_size * max_pages_per_request]`.
+        last_page_lens: int32 `[max_batch_size]`.
+    """
+
+    def __init__(self, max_batch_size: int, max_pages_per_request: int, device: torch.device) -> None:
+        def zeros(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=device)
+
+        self.indptr = zeros(max_batch_size + 1)
+        self.indices = zeros(max_batch_size * max_pages_per_request)
+        self.last_page_lens = zeros(max_batch_size)
 
 
 def make_paged_batch(
@@ -95,6 +147,7 @@ def make_paged_batch(
     page_size: int,
     max_seq_len: int,
     num_pages: int | None = None,
+    num_rows: int | None = None,
     causal: bool = True,
     window_left: int = -1,
 ) -> PagedBatch:
@@ -107,21 +160,14 @@ def make_paged_batch(
         page_size: tokens a page: the kernel's page, not the engine's block, where the two differ.
         max_seq_len: upper bound on `seq_lens`.
         num_pages: pages in the cache; checked against every page id when given.
+        num_rows: rows of the query, padding included; as many as there are tokens when not given.
         causal: whether a query sees only keys up to its own position.
         window_left: leave out pages that no query can see, see `first_visible_keys`; -1 for no window.
 
     Raises:
         BatchError: names the request, the value and the limit.
     """
-    batch_size = len(seq_lens)
-    cpu = torch.device("cpu")
-    checks.check_page_size(page_size)
-    checks.check_tensor("qo_indptr", qo_indptr, torch.int32, cpu, [batch_size + 1])
-    checks.check_tensor("seq_lens", seq_lens, torch.int32, cpu, [batch_size])
-    checks.check_tensor("block_tables", block_tables, torch.int32, cpu, [batch_size, *block_tables.shape[1:2]])
-    checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
-    checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
-    q_lens: IntArray = np.diff(qo_indptr.numpy())
+    q_lens = _check_host_arrays(qo_indptr, seq_lens, block_tables, page_size, max_seq_len, CPU)
     pages = list_pages(block_tables.numpy(), seq_lens.numpy(), q_lens, page_size, window_left)
     checks.check_last_page_lens(pages.last_page_lens, np.diff(pages.indptr), page_size)
     if num_pages is not None:
@@ -133,6 +179,7 @@ def make_paged_batch(
         window_left=window_left,
         max_q_len=int(q_lens.max(initial=0)),
         max_seq_len=max_seq_len,
+        num_rows=int(qo_indptr[-1]) if num_rows is None else num_rows,
         qo_indptr=qo_indptr,
         qo_indptr_cpu=qo_indptr,
         seq_lens=seq_lens,
@@ -145,6 +192,85 @@ def make_paged_batch(
         paged_kv_last_page_len_cpu=last_page_lens,
         first_key_cpu=torch.from_numpy(pages.first_key),
     )
+
+
+def make_device_batch(
+    *,
+    qo_indptr: torch.Tensor,
+    qo_indptr_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    block_tables: torch.Tensor,
+    page_size: int,
+    max_seq_len: int,
+    num_rows: int | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+) -> PagedBatch:
+    """Compute a batch whose cache is on a GPU, from host arrays alone: nothing here waits for the GPU.
+
+    Args:
+        qo_indptr: int32 `[batch_size + 1]` on the GPU.
+        qo_indptr_cpu: the same on the host.
+        seq_lens: int32 `[batch_size]` on the GPU.
+        seq_lens_cpu: the same on the host, or an upper bound; padded rows (no query) may hold anything.
+        block_tables: int32 `[batch_size, max_pages_per_request]` on the GPU.
+        page_size: see `make_paged_batch`.
+        max_seq_len: see `make_paged_batch`.
+        num_rows: see `make_paged_batch`.
+        causal: see `make_paged_batch`.
+        window_left: see `make_paged_batch`.
+
+    Raises:
+        BatchError: names the request, the value and the limit. Page ids are not looked at: they are on the GPU.
+    """
+    is_padding = qo_indptr_cpu.diff() == 0
+    seq_lens_cpu = seq_lens_cpu.masked_fill(is_padding, 0)
+    q_lens = _check_host_arrays(qo_indptr_cpu, seq_lens_cpu, block_tables, page_size, max_seq_len, seq_lens.device)
+    lens = seq_lens_cpu.numpy()
+    checks.check_table_width(count_pages(lens, page_size), lens, block_tables.shape[1], page_size)
+    span = span_pages(lens, q_lens, page_size, window_left)
+    checks.check_last_page_lens(span.last_page_lens, span.count, page_size)
+    unlisted = seq_lens.new_empty(0)
+    return PagedBatch(
+        page_size=page_size,
+        causal=causal,
+        window_left=window_left,
+        max_q_len=int(q_lens.max(initial=0)),
+        max_seq_len=max_seq_len,
+        num_rows=int(qo_indptr_cpu[-1]) if num_rows is None else num_rows,
+        qo_indptr=qo_indptr,
+        qo_indptr_cpu=qo_indptr_cpu,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens_cpu,
+        block_tables=block_tables,
+        paged_kv_indptr=unlisted,
+        paged_kv_indptr_cpu=torch.from_numpy(indptr_from_lengths(span.count)),
+        paged_kv_indices=unlisted,
+        paged_kv_last_page_len=unlisted,
+        paged_kv_last_page_len_cpu=torch.from_numpy(span.last_page_lens),
+        first_key_cpu=torch.from_numpy(span.first * page_size),
+    )
+
+
+def _check_host_arrays(
+    qo_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    page_size: int,
+    max_seq_len: int,
+    device: torch.device,
+) -> IntArray:
+    """Check what every batch has on the host, and the block table's shape; returns the query lengths."""
+    batch_size = len(seq_lens)
+    checks.check_page_size(page_size)
+    checks.check_tensor("qo_indptr", qo_indptr, torch.int32, CPU, [batch_size + 1])
+    checks.check_tensor("seq_lens", seq_lens, torch.int32, CPU, [batch_size])
+    checks.check_tensor("block_tables", block_tables, torch.int32, device, [batch_size, *block_tables.shape[1:2]])
+    checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
+    checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
+    q_lens: IntArray = np.diff(qo_indptr.numpy())
+    return q_lens
 
 
 def make_uncached_batch(*, qo_indptr: torch.Tensor, page_size: int, max_seq_len: int) -> PagedBatch:

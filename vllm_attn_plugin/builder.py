@@ -4,14 +4,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    max_decode_query_len,
+)
 
-from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, LayerParams, Phase, choose
-from vllm_attn_plugin.metadata import PagedBatch, make_paged_batch, make_uncached_batch, split_decode_prefill
+from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, GraphSupport, LayerParams, Phase, choose
+from vllm_attn_plugin.metadata import (
+    PagedBatch,
+    PageListBuffers,
+    make_device_batch,
+    make_paged_batch,
+    make_uncached_batch,
+    split_decode_prefill,
+)
 from vllm_attn_plugin.settings import settings
 
 logger = init_logger("vllm.attn_plugin")
+
+GRAPH_SUPPORT = {
+    GraphSupport.NEVER: AttentionCGSupport.NEVER,
+    GraphSupport.SINGLE_TOKEN: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    GraphSupport.UNIFORM: AttentionCGSupport.UNIFORM_BATCH,
+}
 
 
 @dataclass(frozen=True)
@@ -21,12 +41,12 @@ class PlannedPhase:
     Attributes:
         kernel: what runs it.
         plan: what the kernel prepared.
-        tokens: the phase's rows among the step's query tokens.
+        rows: the phase's rows among the step's query.
     """
 
     kernel: AttentionKernel
     plan: Any
-    tokens: slice
+    rows: slice
 
 
 @dataclass(frozen=True)
@@ -42,11 +62,11 @@ class AttnPluginMetadata(AttentionMetadata):
     """One step, planned for every kind of layer in a KV-cache group.
 
     Attributes:
-        num_tokens: query tokens that the plans cover; rows of the query past it are padding.
+        num_rows: rows of the query that the plans cover; those past it are padding.
         plans: by the layer's parameters.
     """
 
-    num_tokens: int
+    num_rows: int
     plans: dict[LayerParams, LayerPlans]
 
 
@@ -58,18 +78,21 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         _check_spec(kv_cache_spec)
         self._layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-        self._engine = EngineParams(
-            device=device,
-            page_size=kv_cache_spec.block_size,
-            max_batch_size=vllm_config.scheduler_config.max_num_seqs,
-            max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            max_seq_len=vllm_config.model_config.max_model_len,
-            max_decode_q_len=self.reorder_batch_threshold,
-        )
+        self._engine = engine_params(vllm_config, kv_cache_spec, device)
         self._kernels = {
-            params: choose_kernels(params, self._engine)
+            params: set_up_kernels(params, self._engine)
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
+        self._page_lists = self._make_page_list_buffers()
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Which decode batches a full CUDA graph may hold: what every layer's decode kernel can serve from one."""
+        engine = engine_params(vllm_config, kv_cache_spec, torch.device(vllm_config.device_config.device_type))
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        params = {layer.impl.params for layer in layers if hasattr(getattr(layer, "impl", None), "params")}
+        supports = [choose(Phase.DECODE, p, engine, settings().decode_kernel).kernel.graph_support for p in params]
+        return GRAPH_SUPPORT[min(supports, key=lambda s: s.value, default=GraphSupport.NEVER)]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -78,9 +101,9 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         del common_prefix_len, fast_build
         windows = {params.window_left for params in self._kernels}
         batches = {window: self._make_batch(common_attn_metadata, window) for window in windows}
-        splits = {window: split_decode_prefill(b, self._engine.max_decode_q_len) for window, b in batches.items()}
-        plans = {params: _plan(kernels, *splits[params.window_left]) for params, kernels in self._kernels.items()}
-        return AttnPluginMetadata(num_tokens=next(iter(batches.values())).num_qo_tokens, plans=plans)
+        phases = {window: self._split(batch) for window, batch in batches.items()}
+        plans = {params: _plan(kernels, phases[params.window_left]) for params, kernels in self._kernels.items()}
+        return AttnPluginMetadata(num_rows=next(iter(batches.values())).num_rows, plans=plans)
 
     def _make_batch(self, common: CommonAttentionMetadata, window_left: int) -> PagedBatch:
         """Translate vLLM's names into the kernels' and trim the page lists to the window."""
@@ -90,20 +113,76 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
                 "another --attention-backend."
             )
         num_pages = self._layers[0].kv_cache.shape[0]
+        qo_indptr_cpu = common.query_start_loc_cpu[: common.num_reqs + 1]
         max_seq_len = max(self._engine.max_seq_len, common.max_seq_len)
-        qo_indptr = common.query_start_loc_cpu[: common.num_reqs + 1]
         if num_pages == 0:
-            return make_uncached_batch(qo_indptr=qo_indptr, page_size=self._engine.page_size, max_seq_len=max_seq_len)
-        return make_paged_batch(
-            qo_indptr=qo_indptr,
-            seq_lens=common.seq_lens[: common.num_reqs],
-            block_tables=common.block_table_tensor[: common.num_reqs],
-            page_size=self._engine.page_size,
-            max_seq_len=max_seq_len,
-            num_pages=num_pages if settings().check_batches else None,
-            causal=common.causal,
-            window_left=window_left,
+            return make_uncached_batch(
+                qo_indptr=qo_indptr_cpu, page_size=self._engine.page_size, max_seq_len=max_seq_len
+            )
+        shared: dict[str, Any] = {
+            "seq_lens": common.seq_lens[: common.num_reqs],
+            "block_tables": common.block_table_tensor[: common.num_reqs],
+            "page_size": self._engine.page_size,
+            "max_seq_len": max_seq_len,
+            "num_rows": common.num_actual_tokens,
+            "causal": common.causal,
+            "window_left": window_left,
+        }
+        if self.device.type == "cpu":
+            checked_pages = num_pages if settings().check_batches else None
+            return make_paged_batch(qo_indptr=qo_indptr_cpu, num_pages=checked_pages, **shared)
+        return make_device_batch(
+            qo_indptr=common.query_start_loc[: common.num_reqs + 1],
+            qo_indptr_cpu=qo_indptr_cpu,
+            seq_lens_cpu=common.seq_lens_cpu_upper_bound[: common.num_reqs],
+            **shared,
         )
+
+    def _split(self, batch: PagedBatch) -> dict[Phase, PagedBatch | None]:
+        """Split into phases; list the pages of each on the device where a kernel reads them there."""
+        decode, prefill = split_decode_prefill(batch, self._engine.max_decode_q_len)
+        phases = {Phase.DECODE: decode, Phase.PREFILL: prefill}
+        for phase, part in phases.items():
+            buffers = self._page_lists.get((phase, batch.window_left))
+            if part is not None and buffers is not None:
+                phases[phase] = part.list_on_device(buffers)
+        return phases
+
+    def _make_page_list_buffers(self) -> dict[tuple[Phase, int], PageListBuffers]:
+        if self.device.type == "cpu":
+            return {}
+        needed = {
+            (phase, params.window_left)
+            for params, kernels in self._kernels.items()
+            for phase, kernel in kernels.items()
+            if kernel.reads_page_lists
+        }
+        engine = self._engine
+        return {
+            key: PageListBuffers(engine.max_batch_size, engine.max_pages_per_request, self.device) for key in needed
+        }
+
+
+def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) -> EngineParams:
+    """What vLLM fixed for the engine's life, in the kernels' words."""
+    is_cuda = device.type == "cuda"
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    captures_decodes = is_cuda and mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
+    layout = vllm_config.cache_config.kv_cache_layout
+    return EngineParams(
+        device=device,
+        page_size=kv_cache_spec.block_size,
+        max_batch_size=vllm_config.scheduler_config.max_num_seqs,
+        max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        max_seq_len=vllm_config.model_config.max_model_len,
+        max_decode_q_len=max_decode_query_len(vllm_config),
+        compute_capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 0,
+        # Of a layout's letters the last three order one page: HNC is head-major, NHC token-major.
+        head_major_pages=layout is None or layout.endswith("HNC"),
+        decode_graph_sizes=tuple(compilation.cudagraph_capture_sizes or ()) if captures_decodes else (),
+    )
 
 
 def _check_spec(spec: Any) -> None:
@@ -116,12 +195,12 @@ def _check_spec(spec: Any) -> None:
         )
 
 
-def choose_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, AttentionKernel]:
+def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, AttentionKernel]:
     """Choose and set up a layer's kernels, and say once in the log which they are and why."""
     chosen = settings()
     prefill = choose(Phase.PREFILL, params, engine, chosen.prefill_kernel)
     decode = choose(Phase.DECODE, params, engine, chosen.decode_kernel)
-    why = prefill.reason if prefill == decode else f"prefill: {prefill.reason}; decode: {decode.reason}"
+    why = prefill.reason if prefill.reason == decode.reason else f"prefill: {prefill.reason}; decode: {decode.reason}"
     logger.info_once("Attention kernels: prefill=%s, decode=%s (%s).", prefill.kernel.name, decode.kernel.name, why)
     return {
         Phase.PREFILL: prefill.kernel(Phase.PREFILL, params, engine),
@@ -129,14 +208,15 @@ def choose_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, Att
     }
 
 
-def _plan(kernels: dict[Phase, AttentionKernel], decode: PagedBatch | None, prefill: PagedBatch | None) -> LayerPlans:
+def _plan(kernels: dict[Phase, AttentionKernel], batches: dict[Phase, PagedBatch | None]) -> LayerPlans:
     """Plan both phases of a step for layers of one kind."""
-    num_decode_tokens = decode.num_qo_tokens if decode else 0
+    first = 0
     planned: dict[Phase, PlannedPhase | None] = {}
-    for phase, batch, first in ((Phase.DECODE, decode, 0), (Phase.PREFILL, prefill, num_decode_tokens)):
-        if batch is None:
-            planned[phase] = None
-        else:
-            tokens = slice(first, first + batch.num_qo_tokens)
-            planned[phase] = PlannedPhase(kernels[phase], kernels[phase].plan(batch), tokens)
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        batch = batches[phase]
+        planned[phase] = None
+        if batch is not None:
+            rows = slice(first, first + batch.num_rows)
+            planned[phase] = PlannedPhase(kernels[phase], kernels[phase].plan(batch), rows)
+            first = rows.stop
     return LayerPlans(planned[Phase.DECODE], planned[Phase.PREFILL])

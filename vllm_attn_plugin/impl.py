@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_attn_plugin.backend import cache_dtype
 from vllm_attn_plugin.builder import AttnPluginMetadata
-from vllm_attn_plugin.kernels import KernelInputs, KVPages, LayerParams, split_kv_cache, write_kv
+from vllm_attn_plugin.kernels import KernelInputs, KVPages, LayerParams, split_kv_cache, write_kv, write_kv_on_gpu
 
 
 class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
@@ -63,7 +63,14 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
             has_sinks=sinks is not None,
             has_alibi=alibi_slopes is not None,
         )
+        self._source_sinks = sinks
         self._cache_and_pages: tuple[torch.Tensor, KVPages] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take the sinks over as the float32 that every kernel reads; only now are they loaded."""
+        del act_dtype
+        if self._source_sinks is not None:
+            self.sinks = self._source_sinks.to(torch.float32)
 
     def _pages(self, kv_cache: torch.Tensor) -> KVPages:
         """The cache as pages; vLLM hands over the same tensor every time, so the views are made once."""
@@ -82,7 +89,11 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         """Write the step's keys and values; a profile run has no cache to write to."""
         if kv_cache.numel() == 0:
             return
-        write_kv(key, value, self._pages(kv_cache), slot_mapping, layer._k_scale_float, layer._v_scale_float)
+        pages = self._pages(kv_cache)
+        if kv_cache.is_cuda:
+            write_kv_on_gpu(key, value, pages, slot_mapping, layer._k_scale, layer._v_scale)
+        else:
+            write_kv(key, value, pages, slot_mapping, layer._k_scale_float, layer._v_scale_float)
 
     def forward(
         self,
@@ -117,6 +128,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         pages = self._pages(kv_cache)
         for phase in (plans.decode, plans.prefill):
             if phase is not None:
-                phase.kernel.run(phase.plan, query[phase.tokens], pages, output[phase.tokens], inputs)
-        output[attn_metadata.num_tokens :].zero_()
+                phase.kernel.run(phase.plan, query[phase.rows], pages, output[phase.rows], inputs)
+        if len(output) > attn_metadata.num_rows:
+            output[attn_metadata.num_rows :].zero_()
         return output

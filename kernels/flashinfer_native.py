@@ -1,0 +1,216 @@
+"""FlashInfer's own paged kernels, fa2 (SM80 and newer) and fa3 (SM90): prefill, and decode on tensor cores.
+
+Their `plan()` runs on the host, from index pointers alone, and fixes window, soft cap and scale, so each kind of layer
+has a wrapper of its own.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_attn_plugin.kernels.interface import (
+    AttentionKernel,
+    EngineParams,
+    GraphSupport,
+    KernelInputs,
+    LayerParams,
+    Phase,
+)
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
+from vllm_attn_plugin.kernels.workspace import native_bytes, workspaces
+from vllm_attn_plugin.metadata import PagedBatch
+
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+SM80, SM90 = (8, 0), (9, 0)
+LOG_2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class NativePlan:
+    """What a step planned.
+
+    Attributes:
+        wrapper: FlashInfer's wrapper, which holds the plan.
+        num_rows: rows of the query that take part; those after it are padding.
+    """
+
+    wrapper: Any
+    num_rows: int
+
+
+class NativeKernel(AttentionKernel):
+    """What FlashInfer's own kernels share."""
+
+    graph_support = GraphSupport.SINGLE_TOKEN
+    backend: ClassVar[str]
+    serves_sinks: ClassVar[bool] = False
+
+    def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
+        super().__init__(phase, layer, engine)
+        self._workspace = workspaces(engine.device).reserve_native(native_bytes(phase, layer, engine))
+        self._wrapper = self.make_wrapper()
+        self._graph_wrappers: dict[int, Any] = {}
+        # The wrapper stages its plan in one pinned buffer, whose copy the device may not have made when the next step
+        # is planned; by then it has, since the copy stands before all of its own step's work.
+        self._plan_copied = torch.cuda.Event()
+
+    def make_wrapper(self) -> Any:
+        """FlashInfer's wrapper for batches of any size."""
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        # Pages are handed over with their heads before their tokens; the strides say how they really lie.
+        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=self.backend)
+
+    @classmethod
+    def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """See `AttentionKernel.reasons_against`."""
+        reasons = []
+        if engine.compute_capability is None or engine.compute_capability < SM80:
+            reasons.append(f"needs an NVIDIA GPU of compute capability 8.0 or newer, this is {_describe(engine)}")
+        if layer.head_dim not in HEAD_DIMS:
+            reasons.append(f"head_dim {layer.head_dim} is none of {HEAD_DIMS}")
+        if engine.page_size not in PAGE_SIZES:
+            reasons.append(f"page size {engine.page_size} is none of {PAGE_SIZES}")
+        if layer.q_dtype not in HALF_DTYPES:
+            reasons.append(f"query dtype {layer.q_dtype} is neither float16 nor bfloat16")
+        if layer.kv_dtype not in (layer.q_dtype, *FP8_DTYPES):
+            reasons.append(f"KV cache dtype {layer.kv_dtype} is neither the query's {layer.q_dtype} nor fp8")
+        if layer.has_sinks and not cls.serves_sinks:
+            reasons.append("FlashInfer accepts attention sinks here and ignores them")
+        if layer.has_alibi:
+            reasons.append("ALiBi slopes other than its own are not supported")
+        if phase is Phase.DECODE and engine.max_decode_q_len > 1:
+            reasons.append(
+                "it plans from host lengths, which speculative decoding only bounds "
+                f"(queries of up to {engine.max_decode_q_len} tokens)"
+            )
+        return reasons
+
+    def plan(self, batch: PagedBatch) -> NativePlan:
+        """Plan a step from the batch's host arrays; copies are pinned and asynchronous."""
+        self._plan_copied.synchronize()
+        is_single_token = self.phase is Phase.DECODE and batch.max_q_len == 1 and batch.causal
+        if (
+            is_single_token
+            and batch.batch_size in self.engine.decode_graph_sizes
+            and batch.num_rows >= batch.batch_size
+        ):
+            plan = self._plan_graph_decode(batch)
+        else:
+            plan = self._plan_any(batch)
+        self._plan_copied.record()
+        return plan
+
+    def _plan_any(self, batch: PagedBatch) -> NativePlan:
+        self._wrapper.plan(
+            qo_indptr=batch.qo_indptr_cpu.pin_memory(),
+            head_dim_qk=self.layer.head_dim,
+            causal=batch.causal,
+            paged_kv_indptr=batch.paged_kv_indptr_cpu.pin_memory(),
+            paged_kv_last_page_len=batch.paged_kv_last_page_len_cpu.pin_memory(),
+            **self._shared_plan_arguments(batch),
+        )
+        return NativePlan(self._wrapper, batch.num_qo_tokens)
+
+    def _plan_graph_decode(self, batch: PagedBatch) -> NativePlan:
+        """Plan a decode step that a graph may hold: every request, padded or not, has a row."""
+        wrapper = self._graph_wrappers.get(batch.batch_size)
+        if wrapper is None:
+            wrapper = self._graph_wrappers[batch.batch_size] = self._make_graph_wrapper(batch)
+        wrapper.plan(
+            indptr=batch.paged_kv_indptr_cpu.pin_memory(),
+            last_page_len=batch.paged_kv_last_page_len_cpu.pin_memory(),
+            head_dim=self.layer.head_dim,
+            **self._shared_plan_arguments(batch, indices="indices"),
+        )
+        return NativePlan(wrapper, batch.batch_size)
+
+    def _shared_plan_arguments(self, batch: PagedBatch, indices: str = "paged_kv_indices") -> dict[str, Any]:
+        return {
+            indices: batch.paged_kv_indices,
+            # Given, or the wrapper derives them into memory that is not pinned, and its copy then waits.
+            "seq_lens": (batch.seq_lens_cpu - batch.first_key_cpu).pin_memory(),
+            "num_qo_heads": self.layer.num_qo_heads,
+            "num_kv_heads": self.layer.num_kv_heads,
+            "page_size": batch.page_size,
+            "sm_scale": self.layer.sm_scale,
+            "window_left": self.layer.window_left,
+            "logits_soft_cap": self.layer.logits_soft_cap or None,
+            "q_data_type": self.layer.q_dtype,
+            "kv_data_type": self.layer.kv_dtype,
+            "o_data_type": self.layer.q_dtype,
+        }
+
+    def _make_graph_wrapper(self, batch: PagedBatch) -> Any:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        # The batch's lists are views of buffers that stay for the engine's life; the graph reads them there.
+        indices = batch.paged_kv_indices
+        whole = torch.empty(0, dtype=torch.int32, device=indices.device).set_(indices.untyped_storage())
+        return BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=batch.paged_kv_indptr,
+            paged_kv_indices_buffer=whole,
+            paged_kv_last_page_len_buffer=batch.paged_kv_last_page_len,
+            backend=self.backend,
+        )
+
+    def run(
+        self,
+        plan: Any,
+        q: torch.Tensor,
+        kv_pages: KVPages,
+        out: torch.Tensor,
+        inputs: KernelInputs,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionKernel.run`."""
+        is_fp8 = self.layer.kv_dtype in FP8_DTYPES
+        plan.wrapper.run(
+            q[: plan.num_rows],
+            kv_pages,
+            k_scale=inputs.k_scale if is_fp8 else None,
+            v_scale=inputs.v_scale if is_fp8 else None,
+            out=out[: plan.num_rows],
+            lse=None if lse is None else lse[: plan.num_rows],
+            return_lse=lse is not None,
+        )
+        if lse is not None:
+            lse[: plan.num_rows].mul_(LOG_2)  # the kernels count in powers of two
+
+
+class FA2Kernel(NativeKernel):
+    """FlashInfer's fa2 kernels."""
+
+    name = "flashinfer-fa2"
+    backend = "fa2"
+
+
+class FA3Kernel(NativeKernel):
+    """FlashInfer's fa3 kernels, for Hopper."""
+
+    name = "flashinfer-fa3"
+    backend = "fa3"
+
+    @classmethod
+    def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """See `AttentionKernel.reasons_against`."""
+        reasons = super().reasons_against(phase, layer, engine)
+        if engine.compute_capability is not None and engine.compute_capability != SM90:
+            reasons.append(f"needs compute capability 9.0, this is {_describe(engine)}")
+        if layer.kv_dtype in FP8_DTYPES:
+            reasons.append("an fp8 KV cache needs an fp8 query here")
+        return reasons
+
+
+def _describe(engine: EngineParams) -> str:
+    if engine.compute_capability is None:
+        return f"a {engine.device.type} device"
+    return "{}.{}".format(*engine.compute_capability)

@@ -1,0 +1,116 @@
+"""The scratch memory of the GPU kernels, sized from the engine's limits before the first step.
+
+Two buffers a device, never shared, because their rules differ:
+
+    trtllm   | counters (semaphores), 8 MiB | scratch: softmax statistics and partial results |
+             TRT-LLM-gen and XQA. The counters stand at the head of every call's buffer, are zero before the first use
+             and are left zero by each kernel. Nothing else may ever write there.
+
+    native   | partial results of split requests |
+             FlashInfer's own kernels. They leave it dirty: a TRT-LLM-gen or XQA call that took it for counters would
+             wait on garbage (vLLM issue 25520).
+
+TRT-LLM-gen takes its counters as a third tensor where FlashInfer offers that (0.7): `multi_ctas_counters`, with the same
+zero rule.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_attn_plugin.kernels.interface import EngineParams, LayerParams, Phase
+
+MIB = 1024 * 1024
+# Fixed by FlashInfer's XQA wrapper, which cuts the semaphores off the head of the buffer it is given.
+COUNTER_BYTES = 8 * MIB
+# Rows that a native kernel's tile holds at most. Its planner splits requests until the grid is full, twice the SMs.
+NATIVE_TILE_Q = 128
+GRID_WAVES = 2
+FLOAT_BYTES = 4
+# Below this FlashInfer's own documentation does not go.
+MIN_NATIVE_BYTES = 128 * MIB
+MIN_TRTLLM_SCRATCH_BYTES = 120 * MIB
+# The planner aligns each array it places in the buffer.
+ALIGNMENT_SLACK_BYTES = MIB
+
+
+class WorkspaceError(RuntimeError):
+    """A workspace is smaller than a kernel needs; the message gives both numbers."""
+
+
+@dataclass
+class Workspaces:
+    """The buffers of one device; each grows at start, while kernels are set up, and is fixed once one has used it."""
+
+    device: torch.device
+    trtllm: torch.Tensor | None = None
+    native: torch.Tensor | None = None
+    multi_ctas_counters: torch.Tensor | None = None
+
+    def reserve_trtllm(self, num_bytes: int) -> torch.Tensor:
+        """The zeroed buffer of TRT-LLM-gen and XQA, `uint8 [num_bytes or more]`."""
+        self.trtllm = self._reserve("TRT-LLM-gen/XQA", self.trtllm, num_bytes)
+        return self.trtllm
+
+    def reserve_native(self, num_bytes: int) -> torch.Tensor:
+        """The buffer of FlashInfer's own kernels, `uint8 [num_bytes or more]`."""
+        self.native = self._reserve("FlashInfer", self.native, num_bytes)
+        return self.native
+
+    def reserve_multi_ctas_counters(self, num_bytes: int) -> torch.Tensor:
+        """The zeroed counters of TRT-LLM-gen, `uint8 [num_bytes or more]`."""
+        self.multi_ctas_counters = self._reserve("TRT-LLM-gen counters", self.multi_ctas_counters, num_bytes)
+        return self.multi_ctas_counters
+
+    def _reserve(self, name: str, buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor:
+        if buffer is not None and buffer.numel() >= num_bytes:
+            return buffer
+        try:
+            # Kernels set up earlier keep the smaller buffer that they were given, which stays big enough for them.
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            raise WorkspaceError(
+                f"the {name} workspace needs {num_bytes / MIB:.0f} MiB, but {free / MIB:.0f} MiB are free on "
+                f"{self.device}; lower --max-num-seqs or --gpu-memory-utilization."
+            ) from error
+
+
+_WORKSPACES: dict[torch.device, Workspaces] = {}
+
+
+def workspaces(device: torch.device) -> Workspaces:
+    """The workspaces of a device; every kernel on it shares them, since kernels of one stream run one after the other."""
+    return _WORKSPACES.setdefault(device, Workspaces(device))
+
+
+def native_bytes(phase: Phase, layer: LayerParams, engine: EngineParams) -> int:
+    """Bytes that a FlashInfer native kernel needs for partial results.
+
+    Its planner splits long requests over the grid and keeps a float32 row of `head_dim + 1` (result and log-sum) for
+    each query head of each row of each tile. Without a split nothing is kept; with one there are at most
+    `GRID_WAVES * num_sms / num_kv_heads` tiles, in a CUDA graph as many as the captured batch has if that is more.
+    """
+    tiles = -(-GRID_WAVES * engine.num_sms // layer.num_kv_heads)
+    tile_q = NATIVE_TILE_Q
+    if phase is Phase.DECODE:
+        rows = engine.max_decode_q_len * (layer.num_qo_heads // layer.num_kv_heads)
+        tile_q = next((size for size in (16, 64) if rows <= size), NATIVE_TILE_Q)
+        tiles = max(tiles, engine.max_batch_size * -(-rows // tile_q))
+    needed = layer.num_qo_heads * tiles * tile_q * (layer.head_dim + 1) * FLOAT_BYTES
+    return max(MIN_NATIVE_BYTES, needed + ALIGNMENT_SLACK_BYTES)
+
+
+def trtllm_bytes(layer: LayerParams, engine: EngineParams, num_rows: int) -> int:
+    """Bytes that a TRT-LLM-gen or XQA call needs: counters, softmax statistics, partial results.
+
+    Args:
+        layer: for its heads.
+        engine: for its multiprocessors: partial results are kept only while there are fewer requests and heads than
+            those, so that at most `GRID_WAVES` results a multiprocessor exist.
+        num_rows: most query tokens of a call.
+    """
+    statistics = 2 * FLOAT_BYTES * layer.num_qo_heads * num_rows
+    group_rows = engine.max_decode_q_len * (layer.num_qo_heads // layer.num_kv_heads)
+    partial = GRID_WAVES * engine.num_sms * -(-group_rows // 64) * 64 * (layer.head_dim + 2) * FLOAT_BYTES
+    return COUNTER_BYTES + max(MIN_TRTLLM_SCRATCH_BYTES, statistics + partial + ALIGNMENT_SLACK_BYTES)
