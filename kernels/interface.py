@@ -6,6 +6,7 @@ from enum import Enum, StrEnum
 from typing import Any, ClassVar
 
 import torch
+
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.metadata import PagedBatch
 
@@ -112,7 +113,7 @@ class AttentionKernel(ABC):
     Attributes:
         name: what settings and logs call it.
         graph_support: which decode batches it can serve from a full CUDA graph.
-        reads_page_lists: whether its plan reads `paged_kv_indices` on the device; where no kernel does they are not made.
+        reads_page_lists: whether its plan reads the page lists on the device; where none does they are not made.
     """
 
     name: ClassVar[str]

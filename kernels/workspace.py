@@ -10,8 +10,8 @@ Two buffers a device, never shared, because their rules differ:
              FlashInfer's own kernels. They leave it dirty: a TRT-LLM-gen or XQA call that took it for counters would
              wait on garbage (vLLM issue 25520).
 
-TRT-LLM-gen takes its counters as a third tensor where FlashInfer offers that (0.7): `multi_ctas_counters`, with the same
-zero rule.
+TRT-LLM-gen takes its counters as a third tensor where FlashInfer offers that (0.7): `multi_ctas_counters`, with the
+same zero rule.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ _WORKSPACES: dict[torch.device, Workspaces] = {}
 
 
 def workspaces(device: torch.device) -> Workspaces:
-    """The workspaces of a device; every kernel on it shares them, since kernels of one stream run one after the other."""
+    """The workspaces of a device, shared by its kernels: those of one stream run one after the other."""
     return _WORKSPACES.setdefault(device, Workspaces(device))
 
 

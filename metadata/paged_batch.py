@@ -69,7 +69,7 @@ class PagedBatch:
         return int(self.qo_indptr_cpu[-1])
 
     def rows(self, start: int, stop: int) -> "PagedBatch":
-        """The batch of requests `start` to `stop`, its index pointers from 0 again; padding goes with the last request."""
+        """The batch of requests `start` to `stop`, its index pointers from 0; padding goes with the last request."""
         if (start, stop) == (0, self.batch_size):
             return self
         q_lens = self.qo_indptr_cpu[start : stop + 1].diff()
@@ -109,7 +109,7 @@ class PagedBatch:
         return replace(
             self,
             paged_kv_indptr=buffers.indptr[: self.batch_size + 1],
-            # Cut by the host's count, which is exact or an upper bound; the device's index pointers say where each ends.
+            # Cut by the host's count, exact or an upper bound; the device's index pointers say where each ends.
             paged_kv_indices=buffers.indices[: int(self.paged_kv_indptr_cpu[-1])],
             paged_kv_last_page_len=buffers.last_page_lens[: self.batch_size],
         )
