@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 import torch
+
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.metadata import PagedBatch
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from vllm_attn_plugin.kernels.interface import AttentionKernel, EngineParams, KernelInputs, LayerParams, Phase
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, gather_pages
 from vllm_attn_plugin.metadata import PagedBatch

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from vllm_attn_plugin.metadata.checks import check_table_width
 
 IntArray = npt.NDArray[np.int32]

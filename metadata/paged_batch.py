@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from vllm_attn_plugin.metadata import checks
 from vllm_attn_plugin.metadata.indptr import IntArray, list_pages
 

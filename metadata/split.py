@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from vllm_attn_plugin.metadata.paged_batch import PagedBatch
 
 
