@@ -266,11 +266,16 @@ def _check_host_arrays(
     checks.check_page_size(page_size)
     checks.check_tensor("qo_indptr", qo_indptr, torch.int32, CPU, [batch_size + 1])
     checks.check_tensor("seq_lens", seq_lens, torch.int32, CPU, [batch_size])
-    checks.check_tensor("block_tables", block_tables, torch.int32, device, [batch_size, *block_tables.shape[1:2]])
+    checks.check_tensor("block_tables", block_tables, torch.int32, device, [batch_size, _width(block_tables)])
     checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
     checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
     q_lens: IntArray = np.diff(qo_indptr.numpy())
     return q_lens
+
+
+def _width(block_tables: torch.Tensor) -> int:
+    """Slots in a row; 0 for what is no table, which then fails the check of its shape."""
+    return block_tables.shape[1] if block_tables.dim() > 1 else 0
 
 
 def make_uncached_batch(*, qo_indptr: torch.Tensor, page_size: int, max_seq_len: int) -> PagedBatch:
