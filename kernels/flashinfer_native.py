@@ -56,7 +56,7 @@ class NativeKernel(AttentionKernel):
         self._graph_wrappers: dict[int, Any] = {}
         # The wrapper stages its plan in one pinned buffer, whose copy the device may not have made when the next step
         # is planned; by then it has, since the copy stands before all of its own step's work.
-        self._plan_copied = torch.cuda.Event()
+        self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def make_wrapper(self) -> Any:
         """FlashInfer's wrapper for batches of any size."""
