@@ -1,0 +1,1 @@
+"""Checks and measurements that need an NVIDIA GPU."""

@@ -1,0 +1,101 @@
+"""Batches on a GPU: the cases of `paged_cases`, moved there and run through the kernel that is to serve them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from batch_specs import BatchSpec
+from paged_cases import ROUNDING, PagedCase
+from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, KernelInputs, Phase, split_kv_cache
+from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers, make_device_batch
+
+CUDA = torch.device("cuda")
+
+# Longer than the CPU's: several tiles and splits of every kernel.
+GPU_SPECS = {
+    spec.name: spec
+    for spec in (
+        BatchSpec("long_decode", (1,) * 16, tuple(1 + 251 * i for i in range(16))),
+        BatchSpec("one_very_long_decode", (1,), (9000,)),
+        BatchSpec("long_prefill", (1500, 3), (1500, 700)),
+        BatchSpec("long_chunked_prefill", (256, 512, 64), (1024, 2048, 64)),
+        BatchSpec("wide_decode", (1,) * 256, tuple(1 + (37 * i) % 300 for i in range(256))),
+        BatchSpec("full_cache_wide", (1,) * 64, (512,) * 64, is_full=True),
+    )
+}
+
+
+@dataclass
+class GPUCase:
+    """A case whose tensors are on the GPU; the host arrays that an engine would have stay on the host."""
+
+    case: PagedCase
+    engine: EngineParams
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    inputs: KernelInputs
+
+    def batch(self) -> PagedBatch:
+        """The step as kernels read it, its page lists made on the GPU."""
+        case = self.case
+        batch = make_device_batch(
+            qo_indptr=case.qo_indptr.to(CUDA),
+            qo_indptr_cpu=case.qo_indptr,
+            seq_lens=case.seq_lens.to(CUDA),
+            seq_lens_cpu=case.seq_lens,
+            block_tables=case.block_tables.to(CUDA),
+            page_size=case.page_size,
+            max_seq_len=self.engine.max_seq_len,
+            causal=case.causal,
+            window_left=case.layer.window_left,
+        )
+        width = case.block_tables.shape[1]
+        return batch.list_on_device(PageListBuffers(self.engine.max_batch_size, width, CUDA))
+
+    def run(self, kernel_type: type[AttentionKernel], phase: Phase) -> torch.Tensor:
+        """The kernel's output, full of NaN before it."""
+        kernel = kernel_type(phase, self.case.layer, self.engine)
+        out = torch.full(self.q.shape, float("nan"), dtype=self.case.layer.q_dtype, device=CUDA)
+        pages = split_kv_cache(self.kv_cache, self.case.layer.kv_dtype)
+        kernel.run(kernel.plan(self.batch()), self.q, pages, out, self.inputs)
+        return out
+
+
+def to_gpu(case: PagedCase) -> GPUCase:
+    """Move a case to the GPU; the cache keeps its strides."""
+    spec = case.spec
+    engine = EngineParams(
+        device=CUDA,
+        page_size=case.page_size,
+        max_batch_size=len(spec.q_lens),
+        max_num_tokens=spec.num_tokens,
+        max_seq_len=max(spec.seq_lens),
+        max_decode_q_len=max(spec.q_lens),
+        compute_capability=torch.cuda.get_device_capability(),
+        num_sms=torch.cuda.get_device_properties(CUDA).multi_processor_count,
+    )
+    buffer = torch.empty(0, dtype=case.kv_cache.dtype, device="cpu").set_(case.kv_cache.untyped_storage()).to(CUDA)
+    cache = buffer.as_strided(case.kv_cache.shape, case.kv_cache.stride(), case.kv_cache.storage_offset())
+    inputs = replace(case.inputs, sinks=None if case.inputs.sinks is None else case.inputs.sinks.to(CUDA))
+    return GPUCase(case, engine, case.q.to(CUDA), cache, inputs)
+
+
+def error_and_limit(case: PagedCase, out: torch.Tensor) -> tuple[float, float]:
+    """Largest error against fp64, and twice that of the same formula in the query's dtype plus a rounding."""
+    exact, plain = _expected_on_gpu(case, torch.float64), _expected_on_gpu(case, case.layer.q_dtype)
+    rounded = plain.to(case.layer.q_dtype).double()
+    atol = ROUNDING[case.layer.q_dtype] * max(1.0, _largest(exact))
+    return _largest(out.double() - exact), 2 * _largest(rounded - exact) + atol
+
+
+def _expected_on_gpu(case: PagedCase, dtype: torch.dtype) -> torch.Tensor:
+    def moved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(CUDA) for tensor in tensors]
+
+    inputs = replace(case.inputs, sinks=None if case.inputs.sinks is None else case.inputs.sinks.to(CUDA))
+    on_gpu = replace(case, q=case.q.to(CUDA), keys=moved(case.keys), values=moved(case.values), inputs=inputs)
+    with torch.device(CUDA):
+        return on_gpu.expected(dtype)[0]
+
+
+def _largest(difference: torch.Tensor) -> float:
+    return float(difference.abs().max()) if difference.numel() else 0.0
