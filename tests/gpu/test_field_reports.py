@@ -12,6 +12,7 @@ import torch
 from batch_specs import SPECS, BatchSpec
 from gpu_cases import CUDA, GPU_SPECS, GPUCase, error_and_limit, to_gpu
 from paged_cases import PagedCase, make_case, make_layer
+
 from vllm_attn_plugin.kernels import AttentionKernel, Phase, split_kv_cache
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, workspaces
@@ -146,7 +147,7 @@ class _StaticStep:
         self.tables = torch.zeros(rows, width, dtype=torch.int32, device=CUDA)
         self.page_lists = PageListBuffers(rows, width, CUDA)
 
-    def load(self, seq_lens: tuple[int, ...], seed: int):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def load(self, seq_lens: tuple[int, ...], seed: int):  # type: ignore[no-untyped-def]
         """A step of some requests, padded to all rows, with a table dealt anew."""
         from vllm_attn_plugin.metadata import make_device_batch
 
@@ -174,7 +175,7 @@ class _StaticStep:
         )
         return batch.list_on_device(self.page_lists)
 
-    def host_batch(self, batch, size: int):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def host_batch(self, batch, size: int):  # type: ignore[no-untyped-def]
         """The same requests for the reference, without the padding."""
         from vllm_attn_plugin.metadata import make_paged_batch
 

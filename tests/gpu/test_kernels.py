@@ -8,6 +8,7 @@ import torch
 from batch_specs import SPECS
 from gpu_cases import CUDA, GPU_SPECS, error_and_limit, to_gpu
 from paged_cases import make_case, make_layer
+
 from vllm_attn_plugin.kernels import EngineParams, Phase
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from batch_specs import BatchSpec
 from paged_cases import ROUNDING, PagedCase
+
 from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, KernelInputs, Phase, split_kv_cache
 from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers, make_device_batch
 

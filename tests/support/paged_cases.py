@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from batch_specs import BatchSpec
 from fp64_attention import attend
+
 from vllm_attn_plugin.kernels import EngineParams, KernelInputs, LayerParams, Phase, split_kv_cache
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.metadata import PagedBatch, make_paged_batch
