@@ -6,6 +6,7 @@ tolerance and whether it passed. Exit status 0 only if all passed.
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -40,6 +41,11 @@ class Recorder:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Take a file that could not be read as a failed check."""
+        if report.failed:
+            self._add(Row(report.nodeid, None, None, "failed", 0.0, str(report.longrepr).splitlines()[-1]))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take a finished test; a failed or skipped set-up counts as the test."""
         if report.when != "call" and report.passed:
@@ -53,6 +59,9 @@ class Recorder:
             seconds=round(report.duration, 2),
             detail="" if report.passed else _last_line(report),
         )
+        self._add(row)
+
+    def _add(self, row: Row) -> None:
         self.rows.append(row)
         numbers_text = "" if row.value is None else f" {row.value:.3g} of {row.tolerance:.3g}"
         print(f"{row.outcome.upper():7} {row.check}{numbers_text} {row.detail}", flush=True)
@@ -95,16 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, driver = _gpu()
     recorder = Recorder()
     print(f"{name}, driver {driver}, {_versions()}")
-    pytest_arguments = [
-        str(ROOT / "tests/gpu"),
-        "-q",
-        "-p",
-        "no:terminal",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        options.only,
-    ]
+    # Without pytest's own terminal output, which the usual options in pyproject.toml speak to; so with no ini-file.
+    pytest_arguments = ["-c", os.devnull, "-o", f"pythonpath={ROOT / 'tests/support'}", "--import-mode=importlib"]
+    pytest_arguments += [str(ROOT / "tests/gpu"), "-p", "no:terminal", "-p", "no:cacheprovider", "-k", options.only]
     if options.workers != "0":
         pytest_arguments += ["-n", options.workers]
     pytest.main([f"--rootdir={ROOT}", *pytest_arguments], plugins=[recorder])
