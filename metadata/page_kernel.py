@@ -1,7 +1,5 @@
 """The page lists of a batch whose lengths and tables are on a GPU, by one kernel: the device twin of `list_pages`."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,21 +7,22 @@ import triton.language as tl
 PAGES_PER_COPY = 1024
 
 
+# No annotations: the compiler reads them, and knows only its own.
 @triton.jit  # type: ignore[untyped-decorator]
-def _list_pages_kernel(
-    seq_lens: Any,
-    qo_indptr: Any,
-    block_tables: Any,
-    table_stride: Any,
-    indptr: Any,
-    indices: Any,
-    last_page_lens: Any,
-    batch_size: Any,
-    page_size: Any,
-    window_left: Any,
+def _list_pages_kernel(  # type: ignore[no-untyped-def]
+    seq_lens,
+    qo_indptr,
+    block_tables,
+    table_stride,
+    indptr,
+    indices,
+    last_page_lens,
+    batch_size,
+    page_size,
+    window_left,
     max_batch: tl.constexpr,
     pages_per_copy: tl.constexpr,
-) -> None:
+):
     """One program a request: sum the pages of those before it, then copy its own."""
     request = tl.program_id(0)
     others = tl.arange(0, max_batch)

@@ -109,7 +109,7 @@ def test_full_graphs_equal_eager_steps(name: str, window_left: int) -> None:
     """TensorRT-LLM 18769 and others: one graph of 8 rows, replayed over 100 growing, padded batches with new tables."""
     rows, width, page_size = 8, 16, 16
     layer = make_layer(num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype=BF16, window_left=window_left)
-    largest = to_gpu(make_case(BatchSpec("largest", (1,) * rows, (width * page_size,) * rows), layer))
+    largest = to_gpu(make_case(BatchSpec("largest", (1,) * rows, (width * page_size,) * rows), layer, freed=False))
     engine = replace(largest.engine, max_decode_q_len=1, max_batch_size=rows, decode_graph_sizes=(rows,))
     kernel = KERNELS[name](Phase.DECODE, layer, engine)
     static = _StaticStep(rows, width, largest)

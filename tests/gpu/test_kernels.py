@@ -52,7 +52,7 @@ class Ask:
 def asks_around(base: Ask) -> list[Ask]:
     """A kernel's checks: every value of each option with the others at the base's, and dtypes by head sizes in full."""
     specs = DECODES if base.phase is Phase.DECODE else PREFILLS
-    dtypes = [(BF16, None), (FP16, None), (BF16, E4M3)]
+    dtypes = [(BF16, None), (FP16, None), (BF16, E4M3)][: 2 if base.kernel == "flashinfer-fa3" else 3]
     asks = [
         replace(base, spec=spec, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim)
         for dtype, kv_dtype in dtypes
