@@ -227,9 +227,7 @@ def make_device_batch(
     is_padding = qo_indptr_cpu.diff() == 0
     seq_lens_cpu = seq_lens_cpu.masked_fill(is_padding, 0)
     q_lens = _check_host_arrays(qo_indptr_cpu, seq_lens_cpu, block_tables, page_size, max_seq_len, seq_lens.device)
-    lens = seq_lens_cpu.numpy()
-    checks.check_table_width(count_pages(lens, page_size), lens, block_tables.shape[1], page_size)
-    span = span_pages(lens, q_lens, page_size, window_left)
+    span = span_pages(seq_lens_cpu.numpy(), q_lens, page_size, window_left)
     checks.check_last_page_lens(span.last_page_lens, span.count, page_size)
     unlisted = seq_lens.new_empty(0)
     return PagedBatch(
@@ -268,7 +266,10 @@ def _check_host_arrays(
     checks.check_tensor("seq_lens", seq_lens, torch.int32, CPU, [batch_size])
     checks.check_tensor("block_tables", block_tables, torch.int32, device, [batch_size, _width(block_tables)])
     checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
-    checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
+    # The row before the limit: a request too long for both is told of the row, which is what would be overrun.
+    lens = seq_lens.numpy()
+    checks.check_table_width(count_pages(lens, page_size), lens, _width(block_tables), page_size)
+    checks.check_seq_lens(lens, batch_size, max_seq_len)
     q_lens: IntArray = np.diff(qo_indptr.numpy())
     return q_lens
 
