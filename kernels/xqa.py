@@ -51,7 +51,11 @@ class XQAPlan:
 
 
 class XQAKernel(AttentionKernel):
-    """XQA decode."""
+    """XQA decode.
+
+    It reads whole tiles: keys left of the window and slots past the end get weight 0, which silences any number but
+    NaN or infinity. Engines allocate their caches zeroed, so such a slot holds an old, finite number.
+    """
 
     name = "xqa"
     graph_support = GraphSupport.UNIFORM
@@ -130,6 +134,7 @@ class XQAKernel(AttentionKernel):
 
         if lse is not None:
             raise ValueError("XQA gives no log-sum-exp; choose another decode kernel.")
+        check_strides(kv_pages)
         xqa_batch_decode_with_kv_cache(
             query=trtllm_api.dense_query(q[: plan.num_rows]),
             kv_cache=trtllm_api.canonical_pages(kv_pages),
@@ -147,6 +152,21 @@ class XQAKernel(AttentionKernel):
             mask=plan.mask,
             q_cu_seq_lens=plan.q_cu_seq_lens,
         )
+
+
+def check_strides(kv_pages: KVPages) -> None:
+    """Check that XQA can address the pages: it counts strides in whole heads and drops the remainder.
+
+    Raises:
+        ValueError: names the stride.
+    """
+    head_dim = kv_pages.k.shape[-1]
+    for name, stride in zip(("page", "head", "token"), kv_pages.k.stride(), strict=False):
+        if stride % head_dim:
+            raise ValueError(
+                f"XQA reads pages whose {name} stride is a multiple of head_dim; this cache has {stride} with "
+                f"head_dim {head_dim}. Choose another decode kernel, or a KV-cache layout without padding."
+            )
 
 
 def _uniform_requests(q_lens: torch.Tensor, q_len: int, num_rows: int) -> int | None:

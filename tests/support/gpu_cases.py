@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from batch_specs import BatchSpec
-from paged_cases import ROUNDING, PagedCase
+from paged_cases import NAN_BYTE, ROUNDING, PagedCase
 
 from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, KernelInputs, Phase, split_kv_cache
 from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers, make_device_batch
@@ -78,6 +78,33 @@ def to_gpu(case: PagedCase) -> GPUCase:
     cache = buffer.as_strided(case.kv_cache.shape, case.kv_cache.stride(), case.kv_cache.storage_offset())
     inputs = replace(case.inputs, sinks=None if case.inputs.sinks is None else case.inputs.sinks.to(CUDA))
     return GPUCase(case, engine, case.q.to(CUDA), cache, inputs)
+
+
+def tame_unused_slots(gpu: GPUCase) -> None:
+    """Replace NaN by the largest finite number, and page ids of freed entries by the null page, as engines leave them."""
+    if gpu.kv_cache.dtype == torch.uint8:
+        gpu.kv_cache[gpu.kv_cache == NAN_BYTE] = NAN_BYTE - 1
+    else:
+        gpu.kv_cache.nan_to_num_(nan=torch.finfo(gpu.kv_cache.dtype).max ** 0.5)
+    tables = gpu.case.block_tables
+    tables[tables >= gpu.case.num_pages] = 0
+
+
+def fp8_weights_error(case: PagedCase) -> float:
+    """Error of the formula whose softmax weights are rounded to e4m3, as kernels do that multiply in fp8."""
+    exact = _expected_on_gpu(case, torch.float64)
+    rounded = []
+    for q, keys, values in zip(case.q.split(list(case.spec.q_lens)), case.keys, case.values, strict=True):
+        group = case.layer.num_qo_heads // case.layer.num_kv_heads
+        k = (keys.to(CUDA).double() * case.inputs.k_scale).repeat_interleave(group, 1)
+        v = (values.to(CUDA).double() * case.inputs.v_scale).repeat_interleave(group, 1)
+        logits = torch.einsum("qhd,khd->hqk", q.to(CUDA).double(), k) * case.layer.sm_scale
+        offset = torch.arange(len(keys))[None, :] - torch.arange(len(keys) - len(q), len(keys))[:, None]
+        logits = logits.masked_fill((offset > 0).to(CUDA), float("-inf"))
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        out = torch.einsum("hqk,khd->qhd", weights.to(torch.float8_e4m3fn).double(), v)
+        rounded.append(out / weights.sum(-1).T[..., None])
+    return _largest(torch.cat(rounded) - exact)
 
 
 def error_and_limit(case: PagedCase, out: torch.Tensor) -> tuple[float, float]:

@@ -187,12 +187,14 @@ def make_case(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     freed: bool = True,
+    null_page: bool = False,
     seed: int = 0,
 ) -> PagedCase:
     """Lay a batch out in a poisoned cache.
 
     Every request's pages are scattered over the cache. Slots without a key hold NaN; table entries without a page,
-    also those of pages wholly before the layer's window (`freed`), hold 2**30.
+    also those of pages wholly before the layer's window (`freed`), hold 2**30. With `null_page` no request owns
+    page 0.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -203,7 +205,7 @@ def make_case(
     keys = [random(length, *shape).to(layer.kv_dtype) for length in spec.seq_lens]
     values = [random(length, *shape).to(layer.kv_dtype) for length in spec.seq_lens]
     window = layer.window_left if freed else -1
-    block_tables, num_pages = _deal_pages(spec, window, page_size, generator)
+    block_tables, num_pages = _deal_pages(spec, window, page_size, int(null_page), generator)
     kv_cache = poisoned_cache(num_pages, layer, page_size, layout)
     slots = [
         _fill(kv_cache, row, key, value, first_kept_page(len(key), q_len, window, page_size) * page_size)
@@ -227,7 +229,7 @@ def make_case(
 
 
 def _deal_pages(
-    spec: BatchSpec, window_left: int, page_size: int, generator: torch.Generator
+    spec: BatchSpec, window_left: int, page_size: int, first_page: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, int]:
     """The block table, int32, and the number of pages of the cache; a few more than are used, unless it is full."""
     ends = [-(-length // page_size) for length in spec.seq_lens]
@@ -236,10 +238,10 @@ def _deal_pages(
         for length, q_len, end in zip(spec.seq_lens, spec.q_lens, ends, strict=True)
     ]
     needed = sum(ends) - sum(starts)
-    num_pages = needed if spec.is_full else needed + 5
+    num_pages = first_page + needed + (0 if spec.is_full else 5)
     width = max(ends, default=0) + (0 if spec.is_full else 3)
     tables = torch.full((len(ends), width), WILD_PAGE, dtype=torch.int32)
-    pages = torch.randperm(num_pages, generator=generator).int()
+    pages = first_page + torch.randperm(num_pages - first_page, generator=generator).int()
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         tables[row, start:end], pages = pages[: end - start], pages[end - start :]
     return tables, num_pages
