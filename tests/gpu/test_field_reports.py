@@ -41,6 +41,13 @@ def test_strided_query_gives_what_a_dense_one_gives(name: str) -> None:
     assert torch.equal(gpu.run(KERNELS[name], Phase.DECODE), dense)
 
 
+def test_xqa_refuses_strides_that_it_would_cut_off() -> None:
+    """vllm 33572, where the kernel cannot: it counts strides in heads."""
+    gpu = to_gpu(make_case(SPECS["decode"], _case(SPECS["decode"]).layer, layout="LBHNC_padded"))
+    with pytest.raises(ValueError, match="page stride .* multiple of head_dim"):
+        gpu.run(KERNELS["xqa"], Phase.DECODE)
+
+
 @pytest.mark.parametrize("name", ["flashinfer-fa2", "flashinfer-fa3"])
 def test_strided_query_in_prefill(name: str) -> None:
     """vllm 21133, the prefill."""

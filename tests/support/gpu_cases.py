@@ -81,7 +81,7 @@ def to_gpu(case: PagedCase) -> GPUCase:
 
 
 def tame_unused_slots(gpu: GPUCase) -> None:
-    """Replace NaN by the largest finite number, and page ids of freed entries by the null page, as engines leave them."""
+    """Replace NaN by a large number, and page ids of freed entries by the null page, as engines leave them."""
     if gpu.kv_cache.dtype == torch.uint8:
         gpu.kv_cache[gpu.kv_cache == NAN_BYTE] = NAN_BYTE - 1
     else:
