@@ -119,7 +119,7 @@ def make_paged_batch(
     checks.check_page_size(page_size)
     checks.check_tensor("qo_indptr", qo_indptr, torch.int32, cpu, [batch_size + 1])
     checks.check_tensor("seq_lens", seq_lens, torch.int32, cpu, [batch_size])
-    checks.check_tensor("block_tables", block_tables, torch.int32, cpu, [batch_size, *block_tables.shape[1:2]])
+    checks.check_tensor("block_tables", block_tables, torch.int32, cpu, [batch_size, _width(block_tables)])
     checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
     checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
     q_lens: IntArray = np.diff(qo_indptr.numpy())
@@ -146,6 +146,11 @@ def make_paged_batch(
         paged_kv_last_page_len_cpu=last_page_lens,
         first_key_cpu=torch.from_numpy(pages.first_key),
     )
+
+
+def _width(block_tables: torch.Tensor) -> int:
+    """Slots in a row; 0 for what is no table, which then fails the check of its shape."""
+    return block_tables.shape[1] if block_tables.dim() > 1 else 0
 
 
 def make_uncached_batch(*, qo_indptr: torch.Tensor, page_size: int, max_seq_len: int) -> PagedBatch:
