@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_attn_plugin.kernels.interface import AttentionKernel, EngineParams, KernelInputs, LayerParams, Phase
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, gather_pages
 from vllm_attn_plugin.metadata import PagedBatch
-from vllm_attn_plugin.metadata.indptr import IntArray
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -222,7 +222,7 @@ def _make_tile(batch: PagedBatch, blocks: list[_Block], layer: LayerParams, devi
     is_real = np.arange(num_rows.max()) < num_rows[:, None]
     blind = hidden.all(-1)
 
-    def on_device(array: IntArray, dtype: torch.dtype) -> torch.Tensor:
+    def on_device(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
     return Tile(

@@ -36,7 +36,8 @@ def first_visible_keys(seq_lens: IntArray, q_lens: IntArray, window_left: int) -
     """
     if window_left < 0:
         return np.zeros_like(seq_lens)
-    return np.maximum(seq_lens - q_lens - window_left, 0)
+    first: IntArray = np.maximum(seq_lens - q_lens - window_left, 0)
+    return first
 
 
 @dataclass(frozen=True)
