@@ -220,7 +220,7 @@ def _make_tile(batch: PagedBatch, blocks: list[_Block], layer: LayerParams, devi
     if layer.window_left >= 0:
         hidden = hidden | (distance < -layer.window_left)
     is_real = np.arange(num_rows.max()) < num_rows[:, None]
-    blind = hidden.all(-1)
+    blind = np.asarray(hidden.all(-1))
 
     def on_device(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
