@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_attn_plugin.metadata import checks
-from vllm_attn_plugin.metadata.indptr import IntArray, list_pages
+from vllm_attn_plugin.metadata.indptr import IntArray, count_pages, list_pages
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,10 @@ def make_paged_batch(
     checks.check_tensor("seq_lens", seq_lens, torch.int32, cpu, [batch_size])
     checks.check_tensor("block_tables", block_tables, torch.int32, cpu, [batch_size, _width(block_tables)])
     checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
+    # The row before the limit: a request too long for both is told of the row, which is what would be overrun.
+    checks.check_table_width(
+        count_pages(seq_lens.numpy(), page_size), seq_lens.numpy(), _width(block_tables), page_size
+    )
     checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
     q_lens: IntArray = np.diff(qo_indptr.numpy())
     pages = list_pages(block_tables.numpy(), seq_lens.numpy(), q_lens, page_size, window_left)
