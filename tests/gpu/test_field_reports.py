@@ -44,7 +44,7 @@ def test_strided_query_gives_what_a_dense_one_gives(name: str) -> None:
 def test_xqa_refuses_strides_that_it_would_cut_off() -> None:
     """vllm 33572, where the kernel cannot: it counts strides in heads."""
     gpu = to_gpu(make_case(SPECS["decode"], _case(SPECS["decode"]).layer, layout="LBHNC_padded"))
-    with pytest.raises(ValueError, match="page stride .* multiple of head_dim"):
+    with pytest.raises(ValueError, match=r"page stride .* multiple of head_dim"):
         gpu.run(KERNELS["xqa"], Phase.DECODE)
 
 

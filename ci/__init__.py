@@ -1,0 +1,1 @@
+"""What builds the environment, prepares the models, serves them and measures the plugin: nothing here is installed."""

@@ -1,0 +1,54 @@
+"""Which machine and which versions a result belongs to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+
+import cpuinfo  # type: ignore[import-untyped]
+
+PACKAGES = {"vllm": "vllm", "torch": "torch", "lm_eval": "lm_eval", "plugin": "vllm-attn-plugin"}
+GPU_PACKAGES = {"flashinfer": "flashinfer-python"}
+# "Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", "AMD EPYC 9654 96-Core Processor": what does not name the model.
+_NOISE = re.compile(r"\((?:R|TM)\)|\b\d+-Core\b|\bProcessor\b|\bCPU\b|@.*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that served, by kind ("cpu" or "gpu") and name; `count` is its cores or GPUs."""
+
+    kind: str
+    name: str
+    count: int
+
+    @property
+    def label(self) -> str:
+        """A folder name, such as cpu-amd-epyc."""
+        words = re.findall(r"[a-z0-9]+", _NOISE.sub(" ", self.name).lower())
+        return "-".join([self.kind, *words])
+
+
+def this_machine(kind: str) -> Machine:
+    """The machine this process runs on."""
+    if kind == "gpu":
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        return Machine(kind, names[0].strip(), len(names))
+    name = str(cpuinfo.get_cpu_info().get("brand_raw", "unknown"))
+    return Machine(kind, name, len(os.sched_getaffinity(0)))
+
+
+def versions(kind: str) -> dict[str, str | None]:
+    """Version by name of what took part; None for what is not installed."""
+    named = PACKAGES | (GPU_PACKAGES if kind == "gpu" else {})
+    return {name: _version(distribution) for name, distribution in named.items()}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,180 @@
+"""A whole batch: its fields, its rows, and the batch of a profile run."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+from batch_specs import ALL_SPECS, SPECS, BatchSpec
+from paged_cases import make_case, make_layer
+
+from vllm_attn_plugin.metadata import PagedBatch, make_paged_batch, make_uncached_batch
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def example(**changes: object) -> PagedBatch:
+    """Three decodes and a prefill chunk; request 1 is a padded row."""
+    arguments = {
+        "qo_indptr": int32(0, 1, 1, 2, 7),
+        "seq_lens": int32(40, 0, 16, 20),
+        "block_tables": torch.tensor([[7, 2, 9], [99, 99, 99], [4, 99, 99], [1, 5, 99]], dtype=torch.int32),
+        "page_size": 16,
+        "max_seq_len": 48,
+        "num_pages": 10,
+    }
+    return make_paged_batch(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def test_fields_by_hand() -> None:
+    batch = example()
+    assert (batch.page_size, batch.causal, batch.window_left, batch.max_q_len, batch.max_seq_len) == (
+        16,
+        True,
+        -1,
+        5,
+        48,
+    )
+    assert (batch.batch_size, batch.num_qo_tokens) == (4, 7)
+    assert batch.qo_indptr.tolist() == [0, 1, 1, 2, 7]
+    assert batch.seq_lens.tolist() == [40, 0, 16, 20]
+    assert batch.paged_kv_indptr.tolist() == [0, 3, 3, 4, 6]
+    assert batch.paged_kv_indices.tolist() == [7, 2, 9, 4, 1, 5]
+    assert batch.paged_kv_last_page_len.tolist() == [8, 0, 16, 4]
+    assert batch.first_key_cpu.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("window_left", [-1, 10])
+@pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+def test_every_tensor_says_its_dtype_device_and_shape(spec: BatchSpec, window_left: int) -> None:
+    batch = make_case(spec, make_layer(window_left=window_left)).batch()
+    rows = len(spec.q_lens)
+    lengths = {
+        "qo_indptr": rows + 1,
+        "paged_kv_indptr": rows + 1,
+        "seq_lens": rows,
+        "paged_kv_last_page_len": rows,
+        "first_key": rows,
+        "paged_kv_indices": int(batch.paged_kv_indptr_cpu[-1]),
+    }
+    for field in fields(batch):
+        tensor = getattr(batch, field.name)
+        if isinstance(tensor, torch.Tensor):
+            assert tensor.dtype == torch.int32, field.name
+            assert tensor.device.type == "cpu", field.name
+            assert tensor.is_contiguous(), field.name
+            if field.name != "block_tables":
+                assert tensor.shape == (lengths[field.name.removesuffix("_cpu")],)
+    assert batch.max_q_len == max(spec.q_lens)
+
+
+def test_batch_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        example().page_size = 32  # type: ignore[misc]
+
+
+def test_window_trims_pages_and_keeps_positions() -> None:
+    batch = example(window_left=7)
+    # First queries at 39, (none), 15 and 15: they see from 32, 8 and 8 on.
+    assert batch.paged_kv_indptr.tolist() == [0, 1, 1, 2, 4]
+    assert batch.paged_kv_indices.tolist() == [9, 4, 1, 5]
+    assert batch.paged_kv_last_page_len.tolist() == [8, 0, 16, 4]
+    assert batch.first_key_cpu.tolist()[0] == 32
+    assert batch.seq_lens.tolist() == [40, 0, 16, 20], "a window does not shorten the sequence"
+    assert batch.window_left == 7
+
+
+def test_rows_start_at_zero_again() -> None:
+    rows = example().rows(2, 4)
+    assert rows.batch_size == 2
+    assert rows.qo_indptr.tolist() == rows.qo_indptr_cpu.tolist() == [0, 1, 6]
+    assert rows.seq_lens.tolist() == rows.seq_lens_cpu.tolist() == [16, 20]
+    assert rows.block_tables.tolist() == [[4, 99, 99], [1, 5, 99]]
+    assert rows.paged_kv_indptr.tolist() == rows.paged_kv_indptr_cpu.tolist() == [0, 1, 3]
+    assert rows.paged_kv_indices.tolist() == [4, 1, 5]
+    assert rows.paged_kv_last_page_len.tolist() == rows.paged_kv_last_page_len_cpu.tolist() == [16, 4]
+    assert rows.first_key_cpu.tolist() == [0, 0]
+    assert (rows.max_q_len, rows.num_qo_tokens, rows.max_seq_len) == (5, 6, 48)
+
+
+def test_rows_of_a_windowed_batch() -> None:
+    rows = example(window_left=7, causal=False).rows(0, 1)
+    assert rows.paged_kv_indices.tolist() == [9]
+    assert rows.first_key_cpu.tolist() == [32]
+    assert (rows.window_left, rows.causal, rows.max_q_len) == (7, False, 1)
+
+
+@pytest.mark.parametrize("window_left", [-1, 10])
+@pytest.mark.parametrize("spec_name", ["mixed", "padded_rows", "empty_kv", "spec_decode_ragged", "full_cache_prefill"])
+def test_rows_equal_the_batch_built_from_those_rows(spec_name: str, window_left: int) -> None:
+    spec = SPECS[spec_name]
+    case = make_case(spec, make_layer(window_left=window_left))
+    batch = case.batch()
+    count = len(spec.q_lens)
+    for start in range(count + 1):
+        for stop in range(start, count + 1):
+            direct = make_paged_batch(
+                qo_indptr=case.qo_indptr[start : stop + 1] - case.qo_indptr[start],
+                seq_lens=case.seq_lens[start:stop],
+                block_tables=case.block_tables[start:stop],
+                page_size=16,
+                max_seq_len=batch.max_seq_len,
+                window_left=window_left,
+            )
+            rows = batch.rows(start, stop)
+            for field in fields(batch):
+                mine, theirs = getattr(rows, field.name), getattr(direct, field.name)
+                same = torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+                assert same, f"{field.name} of rows {start} to {stop}"
+
+
+def test_all_rows_are_the_batch_itself_and_others_share_its_pages() -> None:
+    batch = example()
+    assert batch.rows(0, 4) is batch
+    rows = batch.rows(2, 4)
+    assert rows.paged_kv_indices.untyped_storage().data_ptr() == batch.paged_kv_indices.untyped_storage().data_ptr()
+
+
+def test_caller_tensors_are_not_changed() -> None:
+    case = make_case(SPECS["mixed"], make_layer(window_left=10))
+    given = (case.qo_indptr, case.seq_lens, case.block_tables)
+    copies = [tensor.clone() for tensor in given]
+    case.batch().rows(1, 4)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(given, copies, strict=True))
+
+
+def test_block_table_may_be_a_slice_of_a_wider_one() -> None:
+    wide = torch.full((4, 20), 2**30, dtype=torch.int32)
+    wide[:, 3:6] = example().block_tables
+    batch = example(block_tables=wide[:, 3:6])
+    assert batch.paged_kv_indices.tolist() == [7, 2, 9, 4, 1, 5]
+
+
+def test_batch_of_no_requests() -> None:
+    batch = example(
+        qo_indptr=int32(0), seq_lens=int32(), block_tables=torch.zeros((0, 3), dtype=torch.int32), num_pages=10
+    )
+    assert (batch.batch_size, batch.num_qo_tokens, batch.max_q_len) == (0, 0, 0)
+    assert batch.paged_kv_indptr.tolist() == [0]
+
+
+@pytest.mark.parametrize("q_lens", [(5,), (1, 1, 1), (8, 0, 3), ()])
+def test_uncached_batch_has_batch_size_plus_one_entries(q_lens: tuple[int, ...]) -> None:
+    qo_indptr = int32(0, *q_lens).cumsum(0, dtype=torch.int32)
+    batch = make_uncached_batch(qo_indptr=qo_indptr, page_size=16, max_seq_len=64)
+    rows = len(q_lens)
+    assert batch.qo_indptr.tolist() == qo_indptr.tolist()
+    assert batch.paged_kv_indptr.tolist() == [0] * (rows + 1)
+    assert batch.paged_kv_indptr_cpu.tolist() == [0] * (rows + 1)
+    assert batch.seq_lens.tolist() == batch.paged_kv_last_page_len.tolist() == [0] * rows
+    assert batch.paged_kv_indices.shape == (0,)
+    assert batch.num_qo_tokens == sum(q_lens)
+
+
+def test_uncached_batch_leaves_nothing_behind() -> None:
+    before = example()
+    make_uncached_batch(qo_indptr=int32(0, 1, 1, 2, 7), page_size=16, max_seq_len=48)
+    after = example()
+    assert after.paged_kv_indptr.tolist() == before.paged_kv_indptr.tolist() == [0, 3, 3, 4, 6]
+    assert after.paged_kv_indices.tolist() == [7, 2, 9, 4, 1, 5]

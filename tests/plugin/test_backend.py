@@ -1,0 +1,139 @@
+"""What the backend class answers before a model is built."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_attn_plugin.backend import AttnPluginBackend
+from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
+from vllm_attn_plugin.impl import AttnPluginImpl
+from vllm_attn_plugin.settings import settings
+
+GOOD: dict[str, Any] = {
+    "head_size": 64,
+    "dtype": torch.float32,
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": None,
+    "attn_type": AttentionType.DECODER,
+}
+
+
+def reasons(**changes: Any) -> list[str]:
+    return AttnPluginBackend.validate_configuration(**{**GOOD, **changes})
+
+
+def test_names_and_classes() -> None:
+    assert AttnPluginBackend.get_name() in AttentionBackendEnum.__members__
+    assert AttnPluginBackend.get_name() == "CUSTOM"
+    assert AttnPluginBackend.get_impl_cls() is AttnPluginImpl
+    assert AttnPluginBackend.get_builder_cls() is AttnPluginMetadataBuilder
+    assert not AttnPluginBackend.forward_includes_kv_cache_update
+
+
+def test_layouts_are_all_there_are_head_major_first() -> None:
+    layouts = AttnPluginBackend.supported_kv_cache_layouts()
+    assert layouts[0] == KVCacheLayout.LBHNC
+    assert set(layouts) == set(KVCacheLayout)
+    assert len(layouts) == len(set(layouts))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"dtype": dtype} for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+        *({"head_size": size} for size in (1, 64, 80, 96, 128, 256)),
+        *({"block_size": size} for size in (None, 16, 32, 48, 64, 128, 544)),
+        *({"kv_cache_dtype": name} for name in (None, "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")),
+        {"has_sink": True},
+        {"has_sliding_window": True},
+        {"use_non_causal": True},
+        {"use_kv_connector": True},
+    ],
+    ids=str,
+)
+def test_served(changes: dict[str, Any]) -> None:
+    assert reasons(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dtype": torch.float64}, "dtype torch.float64 not supported; use one of: float32, float16, bfloat16"),
+        ({"head_size": 0}, "head_size 0 not supported; it must be 1 or more"),
+        ({"block_size": 8}, "block_size 8 not supported; use a multiple of 16"),
+        ({"block_size": 100}, "block_size 100 not supported; use a multiple of 16"),
+        (
+            {"kv_cache_dtype": "nvfp4"},
+            "kv_cache_dtype 'nvfp4' not supported; use one of: auto, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2",
+        ),
+    ],
+    ids=["dtype", "head_size", "block_size_8", "block_size_100", "kv_cache_dtype"],
+)
+def test_refused_in_one_sentence_with_value_and_limit(changes: dict[str, Any], expected: str) -> None:
+    assert reasons(**changes) == [expected]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_mla": True},
+        {"use_sparse": True},
+        {"use_mm_prefix": True},
+        {"use_per_head_quant_scales": True},
+        {"attn_type": AttentionType.ENCODER_ONLY},
+        {"use_rswa": True},
+        {"use_batch_invariant": True},
+        {"use_pcp": True},
+        {"use_dcp": True},
+        # Drafts trimmed on the device: the host's query lengths, which plans are made of, are then too long.
+        {"use_adaptive_verification": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_refused_because_nothing_here_implements_it(changes: dict[str, Any]) -> None:
+    (reason,) = reasons(**changes)
+    assert "not supported" in reason
+
+
+def test_several_reasons_come_together() -> None:
+    assert len(reasons(dtype=torch.float64, head_size=0, block_size=3, kv_cache_dtype="int3")) == 4
+
+
+def test_answers_one_by_one() -> None:
+    assert AttnPluginBackend.supports_sink()
+    assert AttnPluginBackend.supports_sliding_window()
+    assert AttnPluginBackend.supports_non_causal()
+    assert AttnPluginBackend.supports_attn_type(AttentionType.DECODER)
+    assert not AttnPluginBackend.supports_attn_type(AttentionType.ENCODER)
+    assert not AttnPluginBackend.is_mla()
+    assert not AttnPluginBackend.supports_mm_prefix()
+    assert not AttnPluginBackend.supports_alibi_sqrt()
+    assert AttnPluginBackend.get_supported_kernel_block_sizes() == [MultipleOf(16)]
+    assert AttnPluginBackend.get_supported_kernel_block_sizes(None) == [MultipleOf(16)]
+
+
+def test_kernel_that_cannot_serve_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_attn_plugin.kernels import dispatch
+    from vllm_attn_plugin.kernels.reference import ReferenceKernel
+
+    class Picky(ReferenceKernel):
+        name = "picky"
+
+        @classmethod
+        def reasons_against(cls, phase: Any, layer: Any, engine: Any) -> list[str]:
+            return [f"head_dim {layer.head_dim} is above 32"]
+
+    monkeypatch.setitem(dispatch.KERNELS, "picky", Picky)
+    monkeypatch.setenv("VLLM_ATTN_PLUGIN_DECODE_KERNEL", "picky")
+    settings.cache_clear()
+    assert reasons() == ["no decode kernel can serve this layer. picky: head_dim 64 is above 32."]

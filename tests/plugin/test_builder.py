@@ -1,0 +1,179 @@
+"""From vLLM's common metadata to a layer's output, through the builder and the impl."""
+
+from typing import Any
+
+import pytest
+import torch
+from batch_specs import ALL_SPECS, SPECS, BatchSpec
+from paged_cases import LAYOUTS, assert_close_to_formula, cache_bytes, make_layer
+from vllm_doubles import (
+    CPU,
+    common_metadata,
+    forward,
+    make_builder,
+    make_case,
+    make_config,
+    make_layer_double,
+    make_spec,
+    run_step,
+)
+
+from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
+from vllm_attn_plugin.kernels import Phase
+from vllm_attn_plugin.kernels.reference import ReferenceKernel
+from vllm_attn_plugin.metadata import BatchError
+from vllm_attn_plugin.settings import settings
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_left": 10},
+    "everything": {"window_left": 21, "soft_cap": 2.0, "sinks": True, "alibi": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("drafts", [None, 3], ids=["no_drafts", "3_drafts"])
+@pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+def test_step_equals_the_formula(spec: BatchSpec, drafts: int | None, option: str) -> None:
+    case = make_case(spec, make_layer(**OPTIONS[option]))
+    out = run_step(case, padding=5, num_speculative_tokens=drafts)
+    assert (out[spec.num_tokens :] == 0).all(), "padding of the query must come out as zeros"
+    assert_close_to_formula(case, out[: spec.num_tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_step_in_half_precision_and_fp8(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    layer = make_layer(num_qo_heads=9, num_kv_heads=3, dtype=dtype, kv_dtype=kv_dtype)
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if kv_dtype else {}
+    case = make_case(SPECS["mixed"], layer, layout="LBNHC", **scales)
+    assert_close_to_formula(case, run_step(case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_writes_new_tokens_where_the_next_step_reads_them(layout: str) -> None:
+    """The slots of the new tokens are NaN before the step."""
+    case = make_case(SPECS["mixed"], make_layer(), layout=layout)
+    full = cache_bytes(case.kv_cache)
+    case.kv_cache[case.slot_mapping // 16, :, case.slot_mapping % 16] = float("nan")
+    assert cache_bytes(case.kv_cache) != full
+    assert_close_to_formula(case, run_step(case))
+    assert cache_bytes(case.kv_cache) == full
+
+
+def test_phases_take_their_own_rows() -> None:
+    case = make_case(SPECS["mixed"], make_layer())
+    metadata = make_builder(case).build(0, common_metadata(case))
+    (plans,) = metadata.plans.values()
+    assert plans.decode is not None
+    assert plans.prefill is not None
+    assert (plans.decode.tokens, plans.prefill.tokens) == (slice(0, 3), slice(3, 48))
+    assert (plans.decode.kernel.phase, plans.prefill.kernel.phase) == (Phase.DECODE, Phase.PREFILL)
+    assert isinstance(plans.decode.kernel, ReferenceKernel)
+    assert metadata.num_tokens == 48
+
+
+@pytest.mark.parametrize(("spec_name", "absent"), [("decode", "prefill"), ("chunked_prefill", "decode")])
+def test_absent_phase_is_none(spec_name: str, absent: str) -> None:
+    case = make_case(SPECS[spec_name], make_layer())
+    (plans,) = make_builder(case).build(0, common_metadata(case)).plans.values()
+    assert getattr(plans, absent) is None
+
+
+@pytest.mark.parametrize(("drafts", "threshold"), [(None, 1), (1, 2), (7, 8)])
+def test_decodes_are_asked_to_come_first(drafts: int | None, threshold: int) -> None:
+    assert make_builder(
+        make_case(SPECS["decode"], make_layer()), num_speculative_tokens=drafts
+    ).reorder_batch_threshold == (threshold)
+
+
+def test_counts_shorter_than_the_runner_tensors() -> None:
+    """The runner's tensors are as long as its largest batch; the counts say what is this step's."""
+    case = make_case(SPECS["decode"], make_layer())
+    long_indptr = torch.cat([case.qo_indptr, torch.tensor([5, 99], dtype=torch.int32)])
+    metadata = make_builder(case).build(
+        0,
+        common_metadata(
+            case,
+            query_start_loc_cpu=long_indptr,
+            seq_lens=torch.cat([case.seq_lens, torch.tensor([2**30, -1], dtype=torch.int32)]),
+            block_table_tensor=torch.cat([case.block_tables, case.block_tables[:2]]),
+        ),
+    )
+    assert_close_to_formula(case, forward(make_layer_double(case), case, metadata))
+
+
+def test_graph_padding_is_part_of_the_step() -> None:
+    """A full graph's step: padded requests repeat the last start, and tokens are padded with slots -1."""
+    case = make_case(SPECS["padded_rows"], make_layer())
+    layer = make_layer_double(case)
+    metadata = make_builder(case, {"layer": layer}).build(0, common_metadata(case, num_actual_tokens=5))
+    out = forward(layer, case, metadata, padding=2)
+    assert_close_to_formula(case, out[:3])
+    assert (out[3:] == 0).all()
+
+
+def test_non_causal_step() -> None:
+    case = make_case(SPECS["chunked_prefill"], make_layer(), causal=False)
+    assert_close_to_formula(case, run_step(case))
+
+
+def test_causal_as_a_tensor_is_refused() -> None:
+    case = make_case(SPECS["decode"], make_layer())
+    with pytest.raises(
+        ValueError, match="cannot mix causal and non-causal requests in one batch; serve this model with"
+    ):
+        make_builder(case).build(0, common_metadata(case, causal=torch.ones(6, dtype=torch.bool)))
+
+
+def test_keys_and_values_of_two_widths_are_refused() -> None:
+    case = make_case(SPECS["decode"], make_layer())
+    layers = {"layer": make_layer_double(case)}
+    spec = make_spec(case)
+    object.__setattr__(spec, "head_size_v", 32)
+    with pytest.raises(ValueError, match="needs keys and values of one head size; this model has 64 and 32"):
+        AttnPluginMetadataBuilder(spec, ["layer"], make_config(layers), CPU)
+
+
+def test_page_past_the_cache_is_named() -> None:
+    case = make_case(SPECS["decode"], make_layer())
+    case.block_tables[2, 1] = case.num_pages
+    with pytest.raises(BatchError, match=rf"request 2 uses page {case.num_pages} \(its page 1\)"):
+        make_builder(case).build(0, common_metadata(case))
+
+
+def test_check_of_page_ids_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(SPECS["decode"], make_layer())
+    case.block_tables[2, 1] = case.num_pages
+    monkeypatch.setenv("VLLM_ATTN_PLUGIN_CHECK_BATCHES", "off")
+    settings.cache_clear()
+    make_builder(case).build(0, common_metadata(case))
+
+
+def test_max_seq_len_of_the_runner_may_exceed_the_engine_limit() -> None:
+    case = make_case(SPECS["decode"], make_layer())
+    make_builder(case, max_model_len=16).build(0, common_metadata(case))
+
+
+@pytest.mark.parametrize("hook", ["build_for_cudagraph_capture", "build_for_drafting"])
+def test_other_builds_go_the_same_way(hook: str) -> None:
+    case = make_case(SPECS["decode"], make_layer())
+    arguments = {"draft_index": 0} if hook == "build_for_drafting" else {}
+    metadata = getattr(make_builder(case), hook)(common_metadata(case), **arguments)
+    assert_close_to_formula(case, forward(make_layer_double(case), case, metadata))
+
+
+@pytest.mark.parametrize("phase", ["PREFILL", "DECODE"])
+def test_kernel_that_the_settings_force_is_the_one_chosen(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherKernel(ReferenceKernel):
+        name = "other"
+
+    from vllm_attn_plugin.kernels import dispatch
+
+    monkeypatch.setitem(dispatch.KERNELS, "other", OtherKernel)
+    monkeypatch.setenv(f"VLLM_ATTN_PLUGIN_{phase}_KERNEL", "other")
+    settings.cache_clear()
+    case = make_case(SPECS["mixed"], make_layer())
+    (plans,) = make_builder(case).build(0, common_metadata(case)).plans.values()
+    kernels = {"DECODE": plans.decode, "PREFILL": plans.prefill}
+    assert {name for name, planned in kernels.items() if planned and isinstance(planned.kernel, OtherKernel)} == {phase}
