@@ -6,13 +6,9 @@ import numpy as np
 import torch
 
 from vllm_attn_plugin.metadata import checks
-<<<<<<< HEAD
 from vllm_attn_plugin.metadata.indptr import IntArray, count_pages, indptr_from_lengths, list_pages, span_pages
 
 CPU = torch.device("cpu")
-=======
-from vllm_attn_plugin.metadata.indptr import IntArray, count_pages, list_pages
->>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -171,23 +167,7 @@ def make_paged_batch(
     Raises:
         BatchError: names the request, the value and the limit.
     """
-<<<<<<< HEAD
     q_lens = _check_host_arrays(qo_indptr, seq_lens, block_tables, page_size, max_seq_len, CPU)
-=======
-    batch_size = len(seq_lens)
-    cpu = torch.device("cpu")
-    checks.check_page_size(page_size)
-    checks.check_tensor("qo_indptr", qo_indptr, torch.int32, cpu, [batch_size + 1])
-    checks.check_tensor("seq_lens", seq_lens, torch.int32, cpu, [batch_size])
-    checks.check_tensor("block_tables", block_tables, torch.int32, cpu, [batch_size, _width(block_tables)])
-    checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
-    # The row before the limit: a request too long for both is told of the row, which is what would be overrun.
-    checks.check_table_width(
-        count_pages(seq_lens.numpy(), page_size), seq_lens.numpy(), _width(block_tables), page_size
-    )
-    checks.check_seq_lens(seq_lens.numpy(), batch_size, max_seq_len)
-    q_lens: IntArray = np.diff(qo_indptr.numpy())
->>>>>>> main
     pages = list_pages(block_tables.numpy(), seq_lens.numpy(), q_lens, page_size, window_left)
     checks.check_last_page_lens(pages.last_page_lens, np.diff(pages.indptr), page_size)
     if num_pages is not None:
@@ -214,7 +194,6 @@ def make_paged_batch(
     )
 
 
-<<<<<<< HEAD
 def make_device_batch(
     *,
     qo_indptr: torch.Tensor,
@@ -295,8 +274,6 @@ def _check_host_arrays(
     return q_lens
 
 
-=======
->>>>>>> main
 def _width(block_tables: torch.Tensor) -> int:
     """Slots in a row; 0 for what is no table, which then fails the check of its shape."""
     return block_tables.shape[1] if block_tables.dim() > 1 else 0

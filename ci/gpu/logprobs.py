@@ -79,7 +79,8 @@ def compare(files: Sequence[Path]) -> int:
     is_close = mean <= ALLOWED * peer_mean and largest <= ALLOWED * peer_max
     print(
         f"{'PASSED' if is_close else 'FAILED'} {candidate['shape']}: {candidate['backend']} mean {mean:.2e} max "
-        f"{largest:.2e}; {peer['backend']} mean {peer_mean:.2e} max {peer_max:.2e}; {steps} steps, from {base['backend']}"
+        f"{largest:.2e}; {peer['backend']} mean {peer_mean:.2e} max {peer_max:.2e}; {steps} steps, "
+        f"from {base['backend']}"
     )
     return 0 if is_close else 1
 

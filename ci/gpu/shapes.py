@@ -1,4 +1,4 @@
-"""Published architectures with few layers and no weights: real head counts, windows, soft caps and sinks, quick to start."""
+"""Published architectures with few layers and no weights: real heads, windows, soft caps and sinks; quick to start."""
 
 import json
 from pathlib import Path
