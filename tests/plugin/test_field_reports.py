@@ -27,9 +27,9 @@ from vllm_doubles import (
 import vllm_attn_plugin
 from vllm_attn_plugin.backend import AttnPluginBackend
 from vllm_attn_plugin.builder import PlannedPhase
-from vllm_attn_plugin.cpu_platform import AttnPluginCpuPlatform
 from vllm_attn_plugin.impl import AttnPluginImpl
 from vllm_attn_plugin.metadata import BatchError, PagedBatch
+from vllm_attn_plugin.platform import AttnPluginCpuPlatform
 
 
 def planned_batches(monkeypatch: pytest.MonkeyPatch) -> list[PagedBatch]:
