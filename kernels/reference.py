@@ -114,8 +114,8 @@ class ReferenceKernel(AttentionKernel):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionKernel.run`."""
-        if self.layer.has_sinks != (inputs.sinks is not None):
-            raise ValueError(f"this layer's has_sinks is {self.layer.has_sinks}, but its inputs say otherwise.")
+        if self.layer.has_sinks and inputs.sinks is None:
+            raise ValueError("this layer has attention sinks, but its inputs hold none.")
         _check_rows("q", q, plan, self.layer)
         _check_rows("out", out, plan, self.layer)
         if plan.keyless_rows is not None:

@@ -15,7 +15,7 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 print("platform:", type(current_platform).__module__)
 """
-BUILT_IN, OURS = "vllm.platforms.cpu", "vllm_attn_plugin.cpu_platform"
+BUILT_IN, OURS = "vllm.platforms.cpu", "vllm_attn_plugin.platform"
 
 CASES = {
     "nothing_set": ({}, OURS, None),
@@ -41,7 +41,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("variables", "platform", "warning"), CASES.values(), ids=CASES)
-def test_the_log_says_that_vllm_will_pass_us_over(variables: dict[str, str], platform: str, warning: str | None) -> None:
+def test_the_log_says_that_vllm_will_pass_us_over(
+    variables: dict[str, str], platform: str, warning: str | None
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", START_VLLM], env=clean_environment(variables), capture_output=True, text=True, check=True
     )

@@ -55,8 +55,21 @@ class Server:
 
 def serve_command(model: Path, *options: str) -> list[str]:
     """The command that a user would type, plus what keeps it small and lets the probe in."""
-    return [VLLM, "serve", str(model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1280",
-            "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--worker-extension-cls", PROBE, *options]
+    return [
+        VLLM,
+        "serve",
+        str(model),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1280",
+        "--kv-cache-memory-bytes",
+        str(KV_CACHE_BYTES),
+        "--worker-extension-cls",
+        PROBE,
+        *options,
+    ]
 
 
 def free_port() -> int:

@@ -63,7 +63,13 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups_of_seven": ("Llama", {"num_hidden_layers": 3, "num_attention_heads": 14, "num_key_value_heads": 2}),
     "heads_of_40": (
         "Llama",
-        {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 40, "hidden_size": 240},
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 40,
+            "hidden_size": 240,
+        },
     ),
 }
 VOCABULARY = 512
