@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ci.server import Server, running
 
 OUR_BACKEND = "CUSTOM"
 KERNELS_MARK = "Attention kernels:"
+# What the plugin logs when it sees that vLLM will pass it over.
+_PLUGIN_WARNING = re.compile(r"WARNING .*(vllm-attn-plugin needs|VLLM_PLUGINS|VLLM_TARGET_DEVICE)")
 HOST = "127.0.0.1"
 
 # Said once a model name, so that `make smoke` notices a model that answers nonsense.
@@ -135,7 +138,7 @@ def check_kernels(options: Options, server: Server) -> list[str]:
     lines = kernel_lines(server.log_text())
     if options.backend == OUR_BACKEND and not lines:
         for line in server.log_text().splitlines():
-            if "vllm-attn-plugin" in line:
+            if _PLUGIN_WARNING.search(line):
                 say(f"    | {line}")
         plugins = os.environ.get("VLLM_PLUGINS")
         setting = "" if plugins is None else f" (VLLM_PLUGINS is {plugins!r})"

@@ -27,8 +27,8 @@ HEARTBEAT_SECONDS = 15
 # "(EngineCore pid=12) ERROR 11-30 11:11:57 [core.py:770] " in front of a line of vLLM's log.
 _PREFIX = re.compile(r"^(?:\([^)]* pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _TELLING = re.compile(r"(?:Error|Exception)\b[^(]*:|\berror: |Value error, |No space left on device")
-# These only say that something failed elsewhere.
-_EMPTY_WORDS = re.compile(r"See root cause above|Engine core initialization failed|resource_tracker")
+# These only say that something failed elsewhere, or might.
+_EMPTY_WORDS = re.compile(r"See root cause above|Engine core initialization failed|resource_tracker|Found ulimit")
 
 
 def telling_lines(log: str, most: int = 5) -> list[str]:

@@ -34,6 +34,8 @@ _NO_NETWORK = re.compile(
     re.IGNORECASE,
 )
 _NOT_FOUND = re.compile(r"No matching distribution found for (\S+)")
+# What pip says instead where a constraints file names the package too.
+_CONFLICT = re.compile(r"Cannot install (\S+) because these package versions have conflicting dependencies")
 _DISK_FULL = re.compile(r"No space left on device", re.IGNORECASE)
 
 
@@ -118,9 +120,12 @@ def explain_pip(title: str, log: str, explain_missing: Callable[[str], str | Non
             f"no package index could be reached during '{title}': check the network, the proxy variables and "
             "pip's index settings, then run the same command again."
         )
-    if missing := _NOT_FOUND.search(log):
-        known = explain_missing(missing[1]) if explain_missing else None
-        return known or (
+    missing = _NOT_FOUND.search(log)
+    suspect = missing or _CONFLICT.search(log)
+    if suspect and explain_missing and (known := explain_missing(suspect[1])):
+        return known
+    if missing:
+        return (
             f"pip's package indexes have no {missing[1]} for Python {_version_text()} on {_platform_text()}: "
             "use a Python and a platform it is published for, or set PIP_EXTRA_INDEX_URL to an index that has it."
         )

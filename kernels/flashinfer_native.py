@@ -17,6 +17,7 @@ from vllm_attn_plugin.kernels.interface import (
     KernelInputs,
     LayerParams,
     Phase,
+    check_window,
 )
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
 from vllm_attn_plugin.kernels.workspace import native_bytes, workspaces
@@ -92,6 +93,7 @@ class NativeKernel(AttentionKernel):
 
     def plan(self, batch: PagedBatch) -> NativePlan:
         """Plan a step from the batch's host arrays; copies are pinned and asynchronous."""
+        check_window(batch, self.layer)
         self._plan_copied.synchronize()
         is_single_token = self.phase is Phase.DECODE and batch.max_q_len == 1 and batch.causal
         if (

@@ -155,3 +155,17 @@ class AttentionKernel(ABC):
             lse: written when given, float32 `[num_rows, num_qo_heads]`: natural logarithm of the softmax's
                 denominator, sinks included; -inf for a row that sees no key.
         """
+
+
+def check_window(batch: PagedBatch, layer: LayerParams) -> None:
+    """Check that a batch's page lists hold every page that a layer's window shows.
+
+    Raises:
+        ValueError: they were trimmed to a narrower window.
+    """
+    is_trimmed = batch.window_left >= 0
+    if is_trimmed and (layer.window_left < 0 or layer.window_left > batch.window_left):
+        raise ValueError(
+            f"the batch was trimmed to window_left {batch.window_left}, which leaves out keys that this layer's "
+            f"window_left {layer.window_left} shows; make the batch with the layer's window."
+        )

@@ -66,7 +66,7 @@ def _as_storage(pages: torch.Tensor) -> torch.Tensor:
 def _to_cache_dtype(new: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Convert new keys or values to what the cache stores; fp8 divides by the scale and saturates.
 
-    A cast to e4m3 alone turns what is out of range into NaN, and to e5m2 into infinity.
+    A cast alone turns what is out of range into infinity (e5m2), or into NaN or the limit as the device does (e4m3).
     """
     if dtype not in FP8_DTYPES:
         return new.to(dtype)
@@ -81,6 +81,7 @@ def write_kv(
     slot_mapping: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    first_slot: int = 0,
 ) -> None:
     """Write the new tokens' keys and values into their slots.
 
@@ -89,6 +90,7 @@ def write_kv(
         kv_pages: written in place.
         slot_mapping: int64 `[num_tokens or fewer]`; slot `page * page_size + offset`, -1 for a token not to be written.
         k_scale, v_scale: an fp8 cache stores `k / k_scale` and `v / v_scale`, saturated.
+        first_slot: slots below it are not written either: an engine's null pages.
 
     Raises:
         ValueError: a slot lies outside the cache.
@@ -103,8 +105,8 @@ def write_kv(
             f"({num_pages} pages of {page_size} tokens)."
         )
     k, v = k[: len(slot_mapping)], v[: len(slot_mapping)]
-    if lowest < 0:
-        written = (slot_mapping >= 0).nonzero().flatten()
+    if lowest < first_slot:
+        written = (slot_mapping >= first_slot).nonzero().flatten()
         k, v, slot_mapping = k[written], v[written], slot_mapping[written]
     page, offset = slot_mapping // page_size, slot_mapping % page_size
     for new, pages, scale in ((k, kv_pages.k, k_scale), (v, kv_pages.v, v_scale)):

@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_attn_plugin.kernels.interface import AttentionKernel, EngineParams, KernelInputs, LayerParams, Phase
+from vllm_attn_plugin.kernels.interface import (
+    AttentionKernel,
+    EngineParams,
+    KernelInputs,
+    LayerParams,
+    Phase,
+    check_window,
+)
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, gather_pages
 from vllm_attn_plugin.metadata import PagedBatch
 
@@ -90,6 +97,7 @@ class ReferenceKernel(AttentionKernel):
 
     def plan(self, batch: PagedBatch) -> ReferencePlan:
         """Cut the batch into tiles; host work alone."""
+        check_window(batch, self.layer)
         blocks, keyless = _cut_blocks(batch, self.layer)
         groups = _group_blocks(blocks, batch, self.layer)
         tiles = [_make_tile(batch, group, self.layer, self.engine.device) for group in groups]
@@ -106,6 +114,8 @@ class ReferenceKernel(AttentionKernel):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionKernel.run`."""
+        if self.layer.has_sinks and inputs.sinks is None:
+            raise ValueError("this layer has attention sinks, but its inputs hold none.")
         _check_rows("q", q, plan, self.layer)
         _check_rows("out", out, plan, self.layer)
         if plan.keyless_rows is not None:
@@ -223,7 +233,7 @@ def _make_tile(batch: PagedBatch, blocks: list[_Block], layer: LayerParams, devi
     blind = np.asarray(hidden.all(-1))
 
     def on_device(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+        return torch.from_numpy(np.array(array)).to(device=device, dtype=dtype)
 
     return Tile(
         rows=on_device((first_row[:, None] + row).ravel(), torch.int64),

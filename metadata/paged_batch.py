@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 class PagedBatch:
     """A batch of requests whose keys and values lie in pages of a cache.
 
-    Every tensor is int32 and contiguous. Names that end in `_cpu` are on the host; where the cache itself is on the
-    host they are the same tensors as those without the ending.
+    Every tensor is int32 and contiguous, but for `block_tables`, whose rows may lie apart. Names that end in `_cpu` are
+    on the host; where the cache itself is on the host they are the same tensors as those without the ending.
 
     Attributes:
         page_size: tokens a page.

@@ -99,6 +99,11 @@ class AttnPluginBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: the split and the plans are made from the host's query lengths."""
+        return False
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """No capability is refused here: a CPU has none, and a GPU's is the dispatch's to judge."""
         del capability

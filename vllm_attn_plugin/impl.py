@@ -35,7 +35,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
             )
         if attn_type != AttentionType.DECODER:
             raise ValueError(
-                f"vllm-attn-plugin serves decoder attention only; this layer is {attn_type!r}. "
+                f"vllm-attn-plugin serves decoder attention only; this layer is {AttentionType(attn_type).value}. "
                 "Serve this model with another --attention-backend."
             )
         # Names that vLLM reads.
@@ -92,8 +92,10 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         pages = self._pages(kv_cache)
         if kv_cache.is_cuda:
             write_kv_on_gpu(key, value, pages, slot_mapping, layer._k_scale, layer._v_scale)
-        else:
-            write_kv(key, value, pages, slot_mapping, layer._k_scale_float, layer._v_scale_float)
+            return
+        # Page 0 is vLLM's null block: it belongs to no request, and a dummy run may point all its tokens there.
+        first_slot = pages.k.shape[2]
+        write_kv(key, value, pages, slot_mapping, layer._k_scale_float, layer._v_scale_float, first_slot)
 
     def forward(
         self,
@@ -114,14 +116,14 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
             query: `[num_tokens or more, num_heads, head_size]`.
             key, value: unused: they are in the cache already.
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, any layout; empty in a profile run.
-            attn_metadata: the step's plans; None in a profile run, whose output is zero.
+            attn_metadata: the step's plans; None in a profile run. With none, or no cache yet, the output is zero.
             output: written, the query's shape.
             output_scale, output_block_scale: not served; vLLM fuses only what a backend says that it can.
         """
         del key, value
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("vllm-attn-plugin does not quantize its output; disable vLLM's attention fusion.")
-        if attn_metadata is None:
+        if attn_metadata is None or kv_cache.numel() == 0:
             return output.zero_()
         inputs = KernelInputs(layer._k_scale_float, layer._v_scale_float, self.sinks, self._alibi_slopes)
         plans = attn_metadata.plans[self.params]

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from vllm.logger import init_logger
 
 BACKEND_PATH = "vllm_attn_plugin.backend.AttnPluginBackend"
-CPU_PLATFORM_PATH = "vllm_attn_plugin.cpu_platform.AttnPluginCpuPlatform"
+CPU_PLATFORM_PATH = "vllm_attn_plugin.platform.AttnPluginCpuPlatform"
 GENERAL_PLUGIN, PLATFORM_PLUGIN = "attn_plugin", "attn_plugin_cpu"
 
 # A child of the logger that vLLM configures; any other would stay silent at INFO.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 MODE = os.environ.get("FAKE_VLLM", "ok")
 KERNELS = "(EngineCore pid=7) INFO 11-30 11:11:57 [b.py:1] Attention kernels: prefill=reference, decode=reference (why)"
+WARNING = "(EngineCore pid=7) WARNING 11-30 11:11:57 [r.py:1] VLLM_PLUGINS=lora leaves out attn_plugin_cpu, add it"
 CRASH = """\
 (EngineCore pid=7) ERROR 11-30 11:11:57 [core.py:1100] Traceback (most recent call last):
 (EngineCore pid=7) ERROR 11-30 11:11:57 [core.py:1100]   File "attention.py", line 3, in forward
@@ -69,8 +70,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), child.wait(), os._exit(0)))
-    if MODE != "no-kernels":
-        print(KERNELS, flush=True)
+    print(WARNING if MODE == "no-kernels" else KERNELS, flush=True)
     ThreadingHTTPServer((option("host"), int(option("port"))), Handler).serve_forever()
 
 

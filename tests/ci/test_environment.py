@@ -185,6 +185,13 @@ def test_index_without_the_cpu_build_of_torch(pip, offline_pip):
         pip("download", f"torch=={cpu_env.TORCH}", explain_missing=cpu_env.explain_torch)
 
 
+def test_cpu_build_of_torch_that_a_constraints_file_hides(pip, offline_pip, tmp_path, monkeypatch):
+    (tmp_path / "constraints.txt").write_text("torch<=2.14.1\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
+    with pytest.raises(UserError, match=r"no torch 2.13.0\+cpu \(the CPU build\).*: set PIP_EXTRA_INDEX_URL to"):
+        pip("download", f"torch=={cpu_env.TORCH}", explain_missing=cpu_env.explain_torch)
+
+
 def test_package_that_is_not_there(pip, offline_pip):
     with pytest.raises(UserError, match=r"pip's package indexes have no nothing-of-the-kind==1.0 for Python 3\.\d+"):
         pip("download", "nothing-of-the-kind==1.0", explain_missing=cpu_env.explain_torch)
@@ -274,7 +281,8 @@ def test_bad_device_on_a_bare_python_is_one_sentence(monkeypatch):
 
 def run_make(*arguments):
     """Run make as from a shell, also when make runs these tests."""
-    environment = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 

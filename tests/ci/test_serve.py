@@ -133,6 +133,7 @@ def test_missing_kernel_line_is_failure(launch, chat_model, monkeypatch):
     assert status == 1
     assert "vLLM answered, but not through this plugin" in err
     assert "VLLM_PLUGINS is 'somebody_else'" in err
+    assert "[r.py:1] VLLM_PLUGINS=lora leaves out attn_plugin_cpu" in err
     assert out == ""
 
 
@@ -276,6 +277,7 @@ def test_telling_lines_keep_what_validation_says():
     log = (
         "(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
         "(APIServer pid=1)   Value error, User-specified max_model_len (9) is greater than the derived one (8)\n"
+        "Found ulimit of 9. This can cause errors like `OSError: [Errno 24] Too many open files`.\n"
         "/usr/lib/resource_tracker.py:254: UserWarning: resource_tracker: 2 leaked\n"
     )
     assert server.telling_lines(log)[-1].startswith("Value error, User-specified max_model_len (9)")

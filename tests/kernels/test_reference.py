@@ -134,7 +134,7 @@ def tile_sizes(plan: ReferencePlan) -> list[tuple[int, ...]]:
     return [tuple(tile.hidden.shape) for tile in plan.tiles]
 
 
-LIMITS = {
+LIMITS: dict[str, dict[str, float]] = {
     "logits_of_one_row": {"MAX_TILE_LOGITS": 1},
     "few_logits": {"MAX_TILE_LOGITS": 4 * 80 * 3},
     "keys_of_one_head": {"MAX_TILE_KEYS": 1},

@@ -1,5 +1,7 @@
 """Every check of a batch: what it lets through, and that a failure names request, value and limit."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -115,10 +117,10 @@ def test_tensor(tensor: torch.Tensor, message: str) -> None:
         checks.check_tensor("seq_lens", tensor, torch.int32, CPU, [2])
 
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "qo_indptr": int32(0, 1, 4),
     "seq_lens": int32(20, 3),
-    "block_tables": torch.tensor([[1, 0, 99], [2, 99, 99]], dtype=torch.int32),
+    "block_tables": torch.tensor([[1, 0, 99, 99], [2, 99, 99, 99]], dtype=torch.int32),
     "page_size": 16,
     "max_seq_len": 48,
     "num_pages": 3,
@@ -138,26 +140,27 @@ def test_good_batch_passes_every_check() -> None:
         ({"qo_indptr": int32(0, 4, 1)}, r"qo_indptr falls from 4 to 1 at request 1"),
         ({"seq_lens": torch.tensor([20, 3])}, r"seq_lens is torch\.int64"),
         ({"seq_lens": int32(20, 49)}, r"request 1 has seq_len 49; the limit is 0 to max_seq_len = 48"),
+        ({"seq_lens": int32(20, 65)}, r"request 1 needs 5 pages for its 65 tokens .* has 4 slots"),
         ({"seq_lens": int32(20, -1)}, r"request 1 has seq_len -1"),
         ({"block_tables": GOOD["block_tables"].long()}, r"block_tables is torch\.int64"),
-        ({"block_tables": GOOD["block_tables"][:1]}, r"block_tables .* with shape \[1, 3\]; expected .* \[2, 3\]"),
+        ({"block_tables": GOOD["block_tables"][:1]}, r"block_tables .* with shape \[1, 4\]; expected .* \[2, 4\]"),
         (
             {"block_tables": GOOD["block_tables"][:, :1]},
             r"request 0 needs 2 pages for its 20 tokens .* row has 1 slots",
         ),
-        ({"block_tables": GOOD["block_tables"][..., None]}, r"block_tables .* with shape \[2, 3, 1\]"),
+        ({"block_tables": GOOD["block_tables"][..., None]}, r"block_tables .* with shape \[2, 4, 1\]"),
         ({"block_tables": int32(1, 2)}, r"block_tables is torch.int32 on cpu with shape \[2\]"),
         ({"num_pages": 2}, r"request 1 uses page 2 \(its page 0\), but the KV cache has 2 pages, 0 to 1"),
     ],
 )
-def test_each_check_is_made_when_a_batch_is_built(changes: dict[str, object], message: str) -> None:
+def test_each_check_is_made_when_a_batch_is_built(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=message) as caught:
-        make_paged_batch(**{**GOOD, **changes})  # type: ignore[arg-type]
+        make_paged_batch(**{**GOOD, **changes})
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
 
 
 def test_table_entries_that_no_request_owns_are_not_checked() -> None:
     tables = torch.tensor([[2**30, 0, 2**30], [2, -7, 2**30]], dtype=torch.int32)
-    batch = make_paged_batch(**{**GOOD, "block_tables": tables}, window_left=3)  # type: ignore[arg-type]
+    batch = make_paged_batch(**{**GOOD, "block_tables": tables}, window_left=3)
     assert batch.paged_kv_indices.tolist() == [0, 2]

@@ -27,9 +27,9 @@ from vllm_doubles import (
 import vllm_attn_plugin
 from vllm_attn_plugin.backend import AttnPluginBackend
 from vllm_attn_plugin.builder import PlannedPhase
-from vllm_attn_plugin.cpu_platform import AttnPluginCpuPlatform
 from vllm_attn_plugin.impl import AttnPluginImpl
 from vllm_attn_plugin.metadata import BatchError, PagedBatch
+from vllm_attn_plugin.platform import AttnPluginCpuPlatform
 
 
 def planned_batches(monkeypatch: pytest.MonkeyPatch) -> list[PagedBatch]:
@@ -258,7 +258,7 @@ def test_report_22_query_key_and_value_are_slices_of_one_tensor() -> None:
     k = torch.cat([keys[-q:] for keys, q in zip(case.keys, case.spec.q_lens, strict=True)])
     v = torch.cat([values[-q:] for values, q in zip(case.values, case.spec.q_lens, strict=True)])
     fused = torch.cat([case.q, k, v], dim=1)
-    q, k, v = fused.split([14, 2, 2], dim=1)
+    q, k, v = fused[:, :14], fused[:, 14:16], fused[:, 16:]
     case.kv_cache[case.slot_mapping // 16, :, case.slot_mapping % 16] = float("nan")
     layer.impl.do_kv_cache_update(layer, k, v, case.kv_cache, case.slot_mapping)
     output = torch.full_like(expected, float("nan"))
@@ -280,7 +280,7 @@ def vllm_cache(case: PagedCase, layout: KVCacheLayout, padding: int, num_layers:
         block_stride=page * num_layers if layers_inside else page,
     )
     raw = torch.full((tensor.size // 4,), float("nan")).view(torch.int8)
-    view = create_kv_cache_views(raw, spec, case.num_pages, layout, tensor)[1]
+    view: torch.Tensor = create_kv_cache_views(raw, spec, case.num_pages, layout, tensor)[1]
     view.copy_(case.kv_cache)
     return view
 

@@ -11,7 +11,8 @@ LIMIT_S, RUNS = 0.2, 5
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, timeout=120)
+    # -P: the installed package, not what lies in the working directory.
+    return subprocess.run([sys.executable, "-P", *arguments], capture_output=True, text=True, check=True, timeout=120)
 
 
 def loaded_by(statement: str) -> set[str]:

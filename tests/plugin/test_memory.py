@@ -20,7 +20,8 @@ def measured() -> dict[str, dict[str, Any]]:
     script = [sys.executable, str(HERE / "memory_step.py"), str(CACHE_GIB)]
     done = subprocess.run(script, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    steps: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return steps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])

@@ -13,7 +13,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 import vllm_attn_plugin
 from vllm_attn_plugin import registration
 from vllm_attn_plugin.backend import AttnPluginBackend
-from vllm_attn_plugin.cpu_platform import AttnPluginCpuPlatform
+from vllm_attn_plugin.platform import AttnPluginCpuPlatform
 from vllm_attn_plugin.registration import reasons_passed_over
 
 
@@ -126,7 +126,7 @@ def test_too_old_a_vllm_is_named_and_nothing_registered(log: list[str], monkeypa
 
 def test_platform_is_offered_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "_is_cpu_build", lambda: True)
-    assert vllm_attn_plugin.cpu_platform() == "vllm_attn_plugin.cpu_platform.AttnPluginCpuPlatform"
+    assert vllm_attn_plugin.cpu_platform() == "vllm_attn_plugin.platform.AttnPluginCpuPlatform"
     monkeypatch.setattr(registration, "_is_cpu_build", lambda: False)
     assert vllm_attn_plugin.cpu_platform() is None
 

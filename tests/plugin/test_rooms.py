@@ -92,7 +92,7 @@ def test_rule_allows_what_it_should(room: str, source: str) -> None:
 
 
 def is_private(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+    return str(name).startswith("_") and not str(name).startswith("__")
 
 
 def private_reads(source: str) -> list[str]:
@@ -106,9 +106,11 @@ def private_reads(source: str) -> list[str]:
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 found.append(node.attr)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
-            found += [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant) and is_private(arg.value)]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "flashinfer":
-            found += [name for name in (*node.module.split("."), *(a.name for a in node.names)) if is_private(name)]
+            names = [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)]
+            found += [str(name) for name in names if is_private(name)]
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "flashinfer":
+            path = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            found += [name for name in path if is_private(name)]
     return found
 
 

@@ -1,6 +1,7 @@
 """Batches with their caches: shuffled pages, and poison in every slot and table entry that no kernel may read."""
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from batch_specs import BatchSpec
@@ -45,7 +46,7 @@ def poisoned_cache(num_pages: int, layer: LayerParams, page_size: int, layout: s
     else:
         buffer = torch.full(outer_shape + inner_size, float("nan"), dtype=layer.kv_dtype)
     if inner:
-        buffer = buffer[..., : inner_size[0] - padding].unflatten(-1, inner_shape)
+        buffer = buffer[..., : inner_size[0] - padding].view(outer_shape + inner_shape)
     return buffer.permute([order.index(axis) for axis in "LBHNC"])[LAYER]
 
 
@@ -117,7 +118,8 @@ class PagedCase:
 
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE of the formula in `dtype`."""
-        queries = self.q.split(list(self.spec.q_lens))
+        bounds = [0, *accumulate(self.spec.q_lens)]
+        queries = [self.q[start:stop] for start, stop in pairwise(bounds)]
         results = [
             attend(
                 q,

@@ -44,8 +44,17 @@ def _count_ours() -> None:
     forward, update = AttnPluginImpl.forward, AttnPluginImpl.do_kv_cache_update
 
     @wraps(forward)
-    def counted_forward(self: AttnPluginImpl, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any,
-                        attn_metadata: AttnPluginMetadata | None, *rest: Any, **named: Any) -> torch.Tensor:
+    def counted_forward(
+        self: AttnPluginImpl,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: AttnPluginMetadata | None,
+        *rest: Any,
+        **named: Any,
+    ) -> torch.Tensor:
         _counts(self)["profile_forwards" if attn_metadata is None else "forwards"] += 1
         return forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **named)
 
@@ -62,8 +71,9 @@ def _count_batches() -> None:
     build = AttnPluginMetadataBuilder.build
 
     @wraps(build)
-    def counted_build(self: AttnPluginMetadataBuilder, common_prefix_len: int, common: Any, *rest: Any,
-                      **named: Any) -> AttnPluginMetadata:
+    def counted_build(
+        self: AttnPluginMetadataBuilder, common_prefix_len: int, common: Any, *rest: Any, **named: Any
+    ) -> AttnPluginMetadata:
         pages = -(-common.seq_lens[: common.num_reqs] // self.kv_cache_spec.block_size)
         held = torch.cat([row[:count] for row, count in zip(common.block_table_tensor, pages.tolist(), strict=False)])
         seen = {

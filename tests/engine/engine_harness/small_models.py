@@ -60,7 +60,17 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "alibi": ("Bloom", {"n_layer": 3, "n_head": 4}),
-    "groups_of_seven": ("Qwen2", {"num_hidden_layers": 3, "num_attention_heads": 14, "num_key_value_heads": 2}),
+    "groups_of_seven": ("Llama", {"num_hidden_layers": 3, "num_attention_heads": 14, "num_key_value_heads": 2}),
+    "heads_of_40": (
+        "Llama",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 40,
+            "hidden_size": 240,
+        },
+    ),
 }
 VOCABULARY = 512
 
@@ -81,6 +91,24 @@ def make_random_model(kind: str, target: Path) -> Path:
         _fill(name, weight.data, generator)
     model.save_pretrained(target)
     return target
+
+
+def transformers_logprobs(model_dir: Path, prompts: list[list[int]]) -> list[list[float]]:
+    """What transformers says of each prompt's tokens after the first."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return [_logprobs_of(model, torch.tensor([prompt])) for prompt in prompts]
+
+
+def _logprobs_of(model: Any, prompt: Any) -> list[float]:
+    import torch
+
+    with torch.inference_mode():
+        predicted = model(prompt).logits[0, :-1].log_softmax(-1)
+    logprobs: list[float] = predicted.gather(1, prompt[0, 1:, None])[:, 0].tolist()
+    return logprobs
 
 
 def _fill(name: str, weight: Any, generator: Any) -> None:
