@@ -67,10 +67,10 @@ def test_phases_take_their_own_rows() -> None:
     (plans,) = metadata.plans.values()
     assert plans.decode is not None
     assert plans.prefill is not None
-    assert (plans.decode.tokens, plans.prefill.tokens) == (slice(0, 3), slice(3, 48))
+    assert (plans.decode.rows, plans.prefill.rows) == (slice(0, 3), slice(3, 48))
     assert (plans.decode.kernel.phase, plans.prefill.kernel.phase) == (Phase.DECODE, Phase.PREFILL)
     assert isinstance(plans.decode.kernel, ReferenceKernel)
-    assert metadata.num_tokens == 48
+    assert metadata.num_rows == 48
 
 
 @pytest.mark.parametrize(("spec_name", "absent"), [("decode", "prefill"), ("chunked_prefill", "decode")])

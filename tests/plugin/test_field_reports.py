@@ -67,7 +67,7 @@ def test_report_02_dummy_batch_padding(padded_seq_len: int) -> None:
         block_table_tensor=torch.zeros((2, 4), dtype=torch.int32),
     )
     metadata = make_builder(case, {"layer": layer}).build(0, common)
-    assert metadata.num_tokens == 1
+    assert metadata.num_rows == 1
     case.kv_cache[0] = 0.0
     output = torch.full((2, *case.q.shape[1:]), float("nan"))
     layer.impl.forward(layer, case.q.expand(2, -1, -1), case.q, case.q, case.kv_cache, metadata, output)
@@ -131,7 +131,7 @@ def test_report_05_block_of_544_tokens_is_itself_a_page() -> None:
 
 
 def tokens_of(phase: PlannedPhase | None) -> slice | None:
-    return phase.tokens if phase else None
+    return phase.rows if phase else None
 
 
 def test_report_06_decodes_behind_a_short_extend() -> None:

@@ -89,7 +89,10 @@ def make_config(
     if num_speculative_tokens is not None:
         speculative = SimpleNamespace(num_speculative_tokens=num_speculative_tokens, parallel_drafting=False)
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers),
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers, cudagraph_mode=None, cudagraph_capture_sizes=None
+        ),
+        cache_config=SimpleNamespace(kv_cache_layout=None),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
         model_config=SimpleNamespace(max_model_len=max_model_len),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
