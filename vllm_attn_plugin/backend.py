@@ -17,6 +17,8 @@ FP8_CACHE_DTYPES = {
 }
 CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES}
 
+TRTLLM_GEN_MAJOR = 10  # compute capability 10.x, whose kernels read head-major pages alone
+
 # Kernels take the content of a page by stride, so the order of the layers, pages, heads and tokens is free. First is
 # what one page's keys are densest in: head-major.
 LAYOUTS = (
@@ -70,13 +72,15 @@ class AttnPluginBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
-        """Tokens a kernel page may have."""
-        return [MultipleOf(16)]
+        """Tokens a kernel page may have; a larger block is split where the sizes are listed one by one."""
+        return [16, 32, 64] if current_platform.is_cuda() else [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Layouts that the kernels read, best first."""
-        return LAYOUTS
+        capability = current_platform.get_device_capability()
+        is_trtllm_gen = capability is not None and capability.major == TRTLLM_GEN_MAJOR
+        return tuple(layout for layout in LAYOUTS if not is_trtllm_gen or layout.name.endswith("HNC"))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -144,12 +148,14 @@ def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
         window_left=0 if configuration.get("has_sliding_window") else -1,
         has_sinks=configuration["has_sink"],
     )
+    capability = configuration["device_capability"]
     engine = EngineParams(
         device=torch.device(current_platform.device_type),
         page_size=configuration["block_size"] or 16,
         max_batch_size=1,
         max_num_tokens=1,
         max_seq_len=1,
+        compute_capability=None if capability is None else (capability.major, capability.minor),
     )
     chosen = settings()
     reasons = []
