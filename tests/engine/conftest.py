@@ -12,9 +12,10 @@ for folder in (HERE, HERE.parents[1]):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
-from ci.models import prepare  # noqa: E402
 from engine_harness.child import EngineChild  # noqa: E402
 from engine_harness.small_models import keep_first_layers  # noqa: E402
+
+from ci.models import prepare  # noqa: E402
 
 
 @pytest.fixture(scope="session")

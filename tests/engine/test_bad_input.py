@@ -35,7 +35,7 @@ REFUSED_BY_US: dict[str, tuple[dict[str, Any], dict[str, str], str, str]] = {
         {},
         {"VLLM_ATTN_PLUGIN_DECODE_KERNEL": "warp"},
         "SettingsError",
-        "VLLM_ATTN_PLUGIN_DECODE_KERNEL is 'warp'; set it to one of: auto, reference.",
+        "VLLM_ATTN_PLUGIN_DECODE_KERNEL is 'warp'; set it to one of: auto, ",
     ),
     "misspelt_variable": (
         {},

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from ci.models import prepare
 from engine_harness.checks import assert_no_near_ties, assert_only_ours, assert_same_tokens
 from engine_harness.child import EngineChild
 from engine_harness.jobs import Job, Outcome, Pass
 from engine_harness.prompts import make_prompts
+
+from ci.models import prepare
 
 pytestmark = pytest.mark.engine
 

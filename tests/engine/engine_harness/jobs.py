@@ -1,7 +1,7 @@
 """Engine runs as jobs: plain data in, plain data out, one after another in a child process.
 
-The child imports vLLM once (a quarter of what starting an engine costs) and builds a fresh engine for every job. vLLM is
-imported inside functions: the process that only sends jobs stays light.
+The child imports vLLM once, which takes longer than to start an engine, and builds a fresh engine for every job. vLLM
+is imported inside functions: the process that only sends jobs stays light.
 """
 
 import gc

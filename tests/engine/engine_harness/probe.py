@@ -16,6 +16,7 @@ import torch._dynamo.utils
 import vllm.v1.attention.backends.cpu_attn  # noqa: F401  its impl must exist before the others are listed
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionImplBase
+
 from vllm_attn_plugin.builder import AttnPluginMetadata, AttnPluginMetadataBuilder
 from vllm_attn_plugin.impl import AttnPluginImpl
 
@@ -36,7 +37,7 @@ def reset() -> None:
 
 def _counts(impl: AttnPluginImpl) -> "Counter[str]":
     """Each layer's own counts, kept on its impl so that they end with its engine."""
-    counts: Counter[str] = vars(impl).setdefault(COUNTS, Counter())
+    counts: Counter[str] = impl.__dict__.setdefault(COUNTS, Counter())
     return counts
 
 
@@ -75,10 +76,10 @@ def _count_batches() -> None:
         self: AttnPluginMetadataBuilder, common_prefix_len: int, common: Any, *rest: Any, **named: Any
     ) -> AttnPluginMetadata:
         pages = -(-common.seq_lens[: common.num_reqs] // self.kv_cache_spec.block_size)
-        held = torch.cat([row[:count] for row, count in zip(common.block_table_tensor, pages.tolist(), strict=False)])
+        rows = zip(common.block_table_tensor.tolist(), pages.tolist(), strict=False)
         seen = {
             "requests": common.num_reqs,
-            "pages": len(held.unique()),
+            "pages": len({page for row, count in rows for page in row[:count]}),
             "seq_len": int(common.seq_lens[: common.num_reqs].max()),
             "query_len": common.max_query_len,
         }
@@ -86,7 +87,7 @@ def _count_batches() -> None:
             peaks[name] = max(peaks[name], value)
         return build(self, common_prefix_len, common, *rest, **named)
 
-    AttnPluginMetadataBuilder.build = counted_build  # type: ignore[method-assign]
+    AttnPluginMetadataBuilder.build = counted_build  # type: ignore[method-assign, assignment]
 
 
 def _other_impls(base: type = AttentionImplBase) -> Iterator[type]:
@@ -97,9 +98,10 @@ def _other_impls(base: type = AttentionImplBase) -> Iterator[type]:
 
 
 def _count_others() -> None:
+    impl: Any
     for impl in set(_other_impls()):
         if "forward" in vars(impl):
-            impl.forward = _counted_other(f"{impl.__qualname__}.forward", impl.forward)  # type: ignore[attr-defined]
+            impl.forward = _counted_other(f"{impl.__qualname__}.forward", impl.forward)
 
 
 def _counted_other(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,9 @@ def _wait_until_healthy(server: Server, process: "subprocess.Popen[bytes]") -> N
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"vllm serve ended with {process.returncode}:\n{_tail(server.log)}")
-        try:
+        with suppress(requests.RequestException):
             if requests.get(server.url + "/health", timeout=5).ok:
                 return
-        except requests.RequestException:
-            pass
         time.sleep(0.5)
     raise TimeoutError(f"vllm serve was not healthy after {START_TIMEOUT} s:\n{_tail(server.log)}")
 
@@ -121,12 +119,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     """Ask politely, as Ctrl-C does, then end whatever is left of the group."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

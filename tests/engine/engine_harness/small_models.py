@@ -1,4 +1,4 @@
-"""Small models written to a folder: the first layers of a real one, and random ones with options no real one here has."""
+"""Small models in a folder: the first layers of a real one, and random ones with options that no real one here has."""
 
 import json
 import re
@@ -13,7 +13,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def keep_first_layers(source: Path, target: Path, num_layers: int) -> Path:
-    """Write a model's first layers with its own embedding, head and weights: it costs less and still attends sensibly."""
+    """Write a model's first layers, with its embedding and head: cheaper, and attention still works on real weights."""
     config = json.loads((source / "config.json").read_text())
     config["num_hidden_layers"] = num_layers
     if "layer_types" in config:
@@ -81,7 +81,7 @@ def make_random_model(kind: str, target: Path) -> Path:
     import transformers
 
     family, options = RANDOM_MODELS[kind]
-    heads = options.get("num_attention_heads", options.get("n_head"))
+    heads = options["n_head"] if family == "Bloom" else options["num_attention_heads"]
     sizes = {"hidden_size": heads * 64, "intermediate_size": 256, "vocab_size": VOCABULARY}
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = getattr(transformers, f"{family}Config")(**sizes | special | options)
@@ -98,7 +98,7 @@ def transformers_logprobs(model_dir: Path, prompts: list[list[int]]) -> list[lis
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     return [_logprobs_of(model, torch.tensor([prompt])) for prompt in prompts]
 
 
@@ -113,7 +113,11 @@ def _logprobs_of(model: Any, prompt: Any) -> list[float]:
 
 def _fill(name: str, weight: Any, generator: Any) -> None:
     """Draw weights large enough that attention is uneven: what a mask, cap, sink or slope does then shows in logits."""
-    if name.endswith("sinks"):
+    if name.endswith(("post_feedforward_layernorm.weight", "word_embeddings_layernorm.weight")):
+        # Gemma 2 and Bloom predict with their embedding. Unless the layers weigh more than the token they start from
+        # (norm weights of 1 + 3 in one, of 1/4 in the other), every token predicts itself, and attention hardly counts.
+        weight.fill_(3.0 if "feedforward" in name else 0.25)
+    elif name.endswith("sinks"):
         weight.uniform_(0, 2, generator=generator)
     elif weight.dim() >= 2:
         gain = 2.0 if "q_proj" in name or "k_proj" in name or "query_key_value" in name else 1.0
