@@ -145,6 +145,19 @@ def document(
     }
 
 
+def compare_model(
+    options: argparse.Namespace, device: str, model: tuple[str, Path]
+) -> tuple[list[Finished], list[Row]]:
+    """Run one model on both backends, one after the other, and compare."""
+    backends = (options.baseline, options.candidate)
+    runs = [execute(make_run(options, device, model, backend)) for backend in backends]
+    for finished in runs:
+        if finished.kernels:
+            say(f"{finished.run.title}: {finished.kernels}")
+    baseline, candidate = (read_results(finished.run.output, finished.run.tasks) for finished in runs)
+    return runs, compare(model[0], baseline, candidate, runs[0].run.dtype)
+
+
 def main() -> int:
     """Run, compare, report."""
     options = parse_arguments()
@@ -158,12 +171,9 @@ def main() -> int:
     runs: list[Finished] = []
     rows: list[Row] = []
     for model in models:
-        pair = [execute(make_run(options, device, model, name)) for name in (options.baseline, options.candidate)]
-        runs += pair
-        rows += compare(model[0], *(read_results(done.run.output, done.run.tasks) for done in pair))
-        for done in pair:
-            if done.kernels:
-                say(f"{done.run.title}: {done.kernels}")
+        model_runs, model_rows = compare_model(options, device, model)
+        runs += model_runs
+        rows += model_rows
     print(table(rows, options.baseline, options.candidate))
     for sentence in blind_tasks(rows):
         print(sentence)

@@ -26,9 +26,9 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """A folder name, such as cpu-amd-epyc."""
+        """A folder name, such as cpu-amd-epyc or nvidia-h200."""
         words = re.findall(r"[a-z0-9]+", _NOISE.sub(" ", self.name).lower())
-        return "-".join([self.kind, *words])
+        return "-".join(words if self.kind == "gpu" else [self.kind, *words])
 
 
 def this_machine(kind: str) -> Machine:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tabulate import tabulate  # type: ignore[import-untyped]
 
-from ci.accuracy.compare import Row
+from ci.accuracy.compare import Agreement, Row
 from ci.accuracy.results import Score
 
 
@@ -19,9 +19,16 @@ def _score_text(score: Score) -> str:
     return f"{score.value:.4f} ± {stderr}"
 
 
+def _agreement_texts(agreement: Agreement) -> tuple[str, str]:
+    differing = "n/a" if agreement.differing is None else str(agreement.differing)
+    gap = "n/a" if agreement.largest_gap is None else f"{agreement.largest_gap:.1g}"
+    return f"{differing} of {agreement.items}", gap
+
+
 def table(rows: Sequence[Row], baseline: str, candidate: str) -> str:
     """Both backends side by side, a line a metric."""
-    headers = ["model", "task", "metric", baseline, candidate, "difference", "allowed", "items differing", "verdict"]
+    headers = ["model", "task", "metric", baseline, candidate, "difference", "allowed"]
+    headers += ["items\ndiffering", "largest\nlog-lik. gap", "verdict"]
     lines = [
         [
             row.model,
@@ -31,8 +38,8 @@ def table(rows: Sequence[Row], baseline: str, candidate: str) -> str:
             _score_text(row.candidate),
             f"{row.difference:+.2g}",
             f"{row.allowed:.2g}",
-            f"n/a of {row.items}" if row.items_differing is None else f"{row.items_differing} of {row.items}",
-            "pass" if row.passed else "FAIL",
+            *_agreement_texts(row.agreement),
+            "pass" if row.passed else f"FAIL: {', '.join(row.faults)}",
         ]
         for row in rows
     ]
@@ -43,16 +50,16 @@ def verdict_sentence(rows: Sequence[Row]) -> str:
     """The closing line."""
     failed = [f"{row.model} {row.task} {row.metric}" for row in rows if not row.passed]
     if failed:
-        return f"FAIL: {len(failed)} of {len(rows)} differences are larger than allowed: {', '.join(failed)}."
+        return f"FAIL: {len(failed)} of {len(rows)} rows: {', '.join(failed)}."
     return f"pass: all {len(rows)} differences are within one standard error, perplexity within 0.1 %."
 
 
 def rows_document(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows as JSON holds them."""
-    return [asdict(row) | {"difference": row.difference} for row in rows]
+    return [asdict(row) | {"difference": row.difference, "passed": row.passed} for row in rows]
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write the document, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, allow_nan=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ci.accuracy import __main__ as accuracy
-from ci.accuracy.compare import allowed_difference, blind_tasks, compare, judge
+from ci.accuracy.compare import Agreement, allowed_difference, blind_tasks, compare, judge, judge_items
 from ci.accuracy.lm_eval_run import Finished, Run, execute, log_lines, most_in_flight, served_by
 from ci.accuracy.machine import Machine
 from ci.accuracy.progress import latest_stage
@@ -47,9 +47,9 @@ def change_sample(folder, task, number, change):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def rows_against(folder):
+def rows_against(folder, dtype="float32"):
     """The sample output as the baseline, the folder's as the candidate."""
-    return compare("smollm2", read_results(SAMPLES, accuracy.TASKS), read_results(folder, accuracy.TASKS))
+    return compare("smollm2", read_results(SAMPLES, accuracy.TASKS), read_results(folder, accuracy.TASKS), dtype)
 
 
 def row_of(rows, task, metric):
@@ -130,13 +130,50 @@ class TestVerdict:
         assert allowed_difference("word_perplexity", Score(20.0, 3.0)) == pytest.approx(0.02)
 
 
+class TestItems:
+    @pytest.mark.parametrize(
+        ("differing", "gap", "faults"),
+        [
+            (0, None, []),
+            (1, None, []),
+            (2, None, ["predictions differ"]),
+            (None, 0.0007, []),
+            (None, 0.02, ["likelihoods differ"]),
+            (None, float("nan"), ["likelihoods differ"]),
+            (0, 0.02, ["likelihoods differ"]),
+            (9, 0.02, ["predictions differ", "likelihoods differ"]),
+        ],
+    )
+    def test_judge_items(self, differing, gap, faults):
+        assert judge_items(Agreement(72, differing, gap)) == faults
+
+    def test_equal_scores_do_not_hide_other_answers(self, samples):
+        for number in (0, 3):
+            change_sample(samples, "attn_retrieval", number, lambda sample: sample.update(filtered_resps=["55555"]))
+        row = row_of(rows_against(samples), "attn_retrieval", "exact_match")
+        assert row.difference == 0
+        assert row.faults == ("predictions differ",)
+
+    def test_likelihood_that_is_no_number_fails(self, samples):
+        change_sample(samples, "attn_perplexity", 4, lambda sample: sample.update(filtered_resps=["nan"]))
+        row = row_of(rows_against(samples), "attn_perplexity", "word_perplexity")
+        assert row.faults == ("likelihoods differ",)
+
+    def test_sixteen_bits_show_items_without_judging_them(self, samples):
+        for number in (0, 3):
+            change_sample(samples, "attn_retrieval", number, lambda sample: sample.update(filtered_resps=["55555"]))
+        row = row_of(rows_against(samples, "bfloat16"), "attn_retrieval", "exact_match")
+        assert row.passed
+        assert row.agreement.differing == 2
+
+
 class TestCompare:
     def test_equal_runs_pass(self):
         rows = rows_against(SAMPLES)
         assert len(rows) == 6
         assert all(row.passed and row.difference == 0 for row in rows)
-        assert row_of(rows, "attn_facts", "acc").items_differing == 0
-        assert row_of(rows, "attn_perplexity", "word_perplexity").items_differing is None
+        assert row_of(rows, "attn_facts", "acc").agreement.differing == 0
+        assert row_of(rows, "attn_perplexity", "word_perplexity").agreement.differing is None
 
     def test_worse_score_fails_its_row_only(self, samples):
         change_result(samples, "attn_facts", "acc,none", 0.3)
@@ -159,11 +196,11 @@ class TestCompare:
         change_sample(samples, "attn_facts", 0, another_choice)
         change_sample(samples, "attn_last_word", 2, now_greedy)
         rows = rows_against(samples)
-        assert row_of(rows, "attn_retrieval", "exact_match").items_differing == 2
-        assert row_of(rows, "attn_facts", "acc").items_differing == 1
-        assert row_of(rows, "attn_last_word", "acc").items_differing == 1
-        assert row_of(rows, "attn_facts", "acc").largest_loglikelihood_gap == pytest.approx(12.363116 - 0.25, abs=1e-3)
-        assert row_of(rows, "attn_retrieval", "exact_match").largest_loglikelihood_gap is None
+        assert row_of(rows, "attn_retrieval", "exact_match").agreement.differing == 2
+        assert row_of(rows, "attn_facts", "acc").agreement.differing == 1
+        assert row_of(rows, "attn_last_word", "acc").agreement.differing == 1
+        assert row_of(rows, "attn_facts", "acc").agreement.largest_gap == pytest.approx(12.363116 - 0.25, abs=1e-3)
+        assert row_of(rows, "attn_retrieval", "exact_match").agreement.largest_gap is None
 
     def test_other_prompts_are_refused(self, samples):
         change_sample(samples, "attn_facts", 0, lambda sample: sample.update(prompt_hash="other"))
@@ -181,14 +218,14 @@ class TestTable:
         change_result(samples, "attn_facts", "acc,none", 0.3)
         rows = rows_against(samples)
         lines = table(rows, "CPU_ATTN", "CUSTOM").splitlines()
-        assert "CPU_ATTN" in lines[0]
-        assert "CUSTOM" in lines[0]
-        assert len(lines) == 2 + len(rows)
-        facts = next(line for line in lines if "attn_facts" in line)
+        assert "CPU_ATTN" in " ".join(lines[:2])
+        assert "CUSTOM" in " ".join(lines[:2])
+        assert len(lines) == 3 + len(rows)
+        facts = next(line for line in lines if "attn_facts" in line).rstrip()
         assert "0.6667 ± 0.2108" in facts
         assert "0.3000 ± 0.2108" in facts
-        assert facts.endswith("FAIL")
-        words = next(line for line in lines if "word_perplexity" in line)
+        assert facts.endswith("FAIL: score differs")
+        words = next(line for line in lines if "word_perplexity" in line).rstrip()
         assert "28.7118 ± n/a" in words
         assert "n/a of 6" in words
         assert words.endswith("pass")
@@ -328,7 +365,7 @@ class TestMachine:
             ("cpu", "AMD EPYC", "cpu-amd-epyc"),
             ("cpu", "AMD EPYC 9654 96-Core Processor", "cpu-amd-epyc-9654"),
             ("cpu", "Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", "cpu-intel-xeon-platinum-8370c"),
-            ("gpu", "NVIDIA H200", "gpu-nvidia-h200"),
+            ("gpu", "NVIDIA H200", "nvidia-h200"),
         ],
     )
     def test_label(self, kind, name, label):
