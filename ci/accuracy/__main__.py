@@ -21,8 +21,8 @@ from ci.device import DEVICES, detect_device
 from ci.models import RECIPES, cache_dir, prepare
 
 TASKS = ("attn_retrieval", "attn_facts", "attn_last_word", "attn_perplexity")
-# Gemma's vocabulary of 262,144 makes each scored token cost more than its layers do, and short questions say the least
-# about attention: without them both models fit into a quarter of an hour on two cores.
+# Gemma's vocabulary of 262,144 makes each scored token cost more than its layers do, and of the four tasks the short
+# questions say the least about attention: left out to keep the run short on two cores.
 MODEL_TASKS = {"gemma": ("attn_retrieval", "attn_last_word", "attn_perplexity")}
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 DEFAULT_BASELINE = {"cpu": "CPU_ATTN", "gpu": "FLASH_ATTN"}

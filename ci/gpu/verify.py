@@ -2,6 +2,9 @@
 
 Writes `ci/results/<gpu>/verify.json`: date, GPU, driver, versions, command, and a row a check with its value, its
 tolerance and whether it passed. Exit status 0 only if all passed.
+
+Where the plugin was installed as a wheel, set PYTHONSAFEPATH=1 and put the checkout last on PYTHONPATH: started in its
+root, Python would otherwise find the checkout's `vllm_attn_plugin` first, which has no `kernels` inside.
 """
 
 import argparse
