@@ -1,6 +1,7 @@
 """A cache without one page to spare: every request grows to max_model_len at the same time as the others."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,12 +60,12 @@ def _run(child: EngineChild, case: Case, backend: str, prompts: list[list[int]],
         "max_num_seqs": REQUESTS,
         "enable_prefix_caching": False,
     }
-    sampling = {"max_tokens": NEW_TOKENS} | ({"logprobs": 2} if backend == "CPU_ATTN" else {})
+    sampling = {"max_tokens": NEW_TOKENS, "logprobs": 2}
     job = Job(prepare(case.model), backend, [Pass(prompts, sampling)], settings | case.engine | engine)
     return child.run(job)
 
 
-def _blocks_used(outcome: Outcome) -> int:
+def _blocks_needed(outcome: Outcome) -> int:
     """The most blocks in use at once; block 0 is nobody's."""
     return outcome.cache["blocks"] - 1 - outcome.cache["least_free"]
 
@@ -76,7 +77,7 @@ def test_tokens_equal_cpu_attn_with_every_page_in_use(child: EngineChild, case: 
     prompts = make_prompts(prepare(case.model), lengths, seed=1)
     roomy = _run(child, case, "CPU_ATTN", prompts)
     assert_no_near_ties(roomy.passes[0])
-    needed = _blocks_used(roomy)
+    needed = _blocks_needed(roomy)
     tight = _run(child, case, "CUSTOM", prompts, num_gpu_blocks_override=needed + 1)
 
     assert_same_tokens(prompts, roomy.passes[0], tight.passes[0])
@@ -88,3 +89,18 @@ def test_tokens_equal_cpu_attn_with_every_page_in_use(child: EngineChild, case: 
     assert (peaks["requests"], peaks["seq_len"]) == (REQUESTS, case.max_model_len - 1)
     if case.groups == 1:
         assert needed == peaks["pages"] == REQUESTS * case.pages_of_a_request
+
+
+def test_tokens_equal_cpu_attn_when_a_request_is_preempted(child: EngineChild, short_smollm2: Path) -> None:
+    """With one block too few a request loses its pages, others write over them, and it starts again."""
+    prompts = make_prompts(short_smollm2, (300,) * REQUESTS, seed=2)
+    engine = {"block_size": 32, "max_model_len": 512, "enable_prefix_caching": False}
+    sampling = {"max_tokens": 40, "logprobs": 2}
+    roomy = child.run(Job(short_smollm2, "CPU_ATTN", [Pass(prompts, sampling)], engine))
+    assert_no_near_ties(roomy.passes[0])
+    short = engine | {"num_gpu_blocks_override": _blocks_needed(roomy)}
+    preempted = child.run(Job(short_smollm2, "CUSTOM", [Pass(prompts, sampling)], short))
+
+    assert_same_tokens(prompts, roomy.passes[0], preempted.passes[0])
+    assert_only_ours(preempted.report)
+    assert preempted.cache["preemptions"] > 0

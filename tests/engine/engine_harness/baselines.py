@@ -8,7 +8,7 @@ from engine_harness.jobs import Completion, Job, Pass
 from engine_harness.prompts import make_prompts
 
 NEW_TOKENS = 10
-SAMPLING = {"max_tokens": NEW_TOKENS}
+SAMPLING = {"max_tokens": NEW_TOKENS, "logprobs": 2}
 
 
 def shared_prompts(model: Path) -> list[list[int]]:
@@ -18,7 +18,7 @@ def shared_prompts(model: Path) -> list[list[int]]:
 
 def shared_answers(child: EngineChild, model: Path) -> list[Completion]:
     """CPU_ATTN's completions of the shared prompts, computed once a session."""
-    outcome = child.baseline(Job(model, "CPU_ATTN", [Pass(shared_prompts(model), SAMPLING | {"logprobs": 2})]))
+    outcome = child.baseline(Job(model, "CPU_ATTN", [Pass(shared_prompts(model), SAMPLING)]))
     assert_only_cpu_attn(outcome.report)
     assert_no_near_ties(outcome.passes[0])
     return outcome.passes[0]

@@ -77,11 +77,13 @@ def _count_batches() -> None:
     ) -> AttnPluginMetadata:
         pages = -(-common.seq_lens[: common.num_reqs] // self.kv_cache_spec.block_size)
         rows = zip(common.block_table_tensor.tolist(), pages.tolist(), strict=False)
+        query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff().tolist()
         seen = {
             "requests": common.num_reqs,
             "pages": len({page for row, count in rows for page in row[:count]}),
             "seq_len": int(common.seq_lens[: common.num_reqs].max()),
-            "query_len": common.max_query_len,
+            "query_len": max(query_lens),
+            "decode_query_len": max((n for n in query_lens if n <= self.reorder_batch_threshold), default=0),
         }
         for name, value in seen.items():
             peaks[name] = max(peaks[name], value)
