@@ -404,7 +404,7 @@ class TestMain:
         document = json.loads(text)
         assert document["passed"] is True
         assert [run["kernels"] for run in document["runs"]] == [None, KERNELS]
-        assert document["machine"] == {"kind": "cpu", "name": "AMD EPYC", "count": 2}
+        assert document["machine"] == {"kind": "cpu", "name": "AMD EPYC", "count": 2, "driver": None}
         assert set(document["versions"]) == {"python", "vllm", "torch", "lm_eval", "plugin"}
         assert document["rows"][0]["baseline"] == {"value": pytest.approx(1 / 6), "stderr": pytest.approx(1 / 6)}
 
