@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from vllm_attn_plugin.kernels import reasons
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -69,27 +70,38 @@ class NativeKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        reasons = []
-        if engine.compute_capability is None or engine.compute_capability < SM80:
-            reasons.append(f"needs an NVIDIA GPU of compute capability 8.0 or newer, this is {_describe(engine)}")
-        if layer.head_dim not in HEAD_DIMS:
-            reasons.append(f"head_dim {layer.head_dim} is none of {HEAD_DIMS}")
-        if engine.page_size not in PAGE_SIZES:
-            reasons.append(f"page size {engine.page_size} is none of {PAGE_SIZES}")
-        if layer.q_dtype not in HALF_DTYPES:
-            reasons.append(f"query dtype {layer.q_dtype} is neither float16 nor bfloat16")
-        if layer.kv_dtype not in (layer.q_dtype, *FP8_DTYPES):
-            reasons.append(f"KV cache dtype {layer.kv_dtype} is neither the query's {layer.q_dtype} nor fp8")
-        if layer.has_sinks and not cls.serves_sinks:
-            reasons.append("FlashInfer accepts attention sinks here and ignores them")
-        if layer.has_alibi:
-            reasons.append("ALiBi slopes other than its own are not supported")
-        if phase is Phase.DECODE and engine.max_decode_q_len > 1:
-            reasons.append(
-                "it plans from host lengths, which speculative decoding only bounds "
-                f"(queries of up to {engine.max_decode_q_len} tokens)"
-            )
-        return reasons
+        found = cls.limits(phase, layer, engine)
+        return found or engine.toolchain.reasons_against(cls.modules(layer))
+
+    @classmethod
+    def limits(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """The reasons against a layer that lie in the kernel, whatever code is on the machine."""
+        return [
+            *reasons.capability_from(engine, SM80),
+            *reasons.none_of("head_dim", layer.head_dim, HEAD_DIMS),
+            *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
+            *reasons.dtypes(layer, HALF_DTYPES, FP8_DTYPES),
+            *reasons.when(
+                layer.has_sinks and not cls.serves_sinks, "FlashInfer accepts attention sinks here and ignores them"
+            ),
+            *reasons.alibi(layer),
+            *reasons.when(
+                phase is Phase.DECODE and engine.max_decode_q_len > 1,
+                "it plans from host lengths, which speculative decoding only bounds, "
+                f"and queries have up to {engine.max_decode_q_len} tokens",
+            ),
+        ]
+
+    @classmethod
+    def modules(cls, layer: LayerParams) -> tuple[tuple[str, ...], ...]:
+        """FlashInfer's module for the layer, by its names in different versions, see `Toolchain.reasons_against`."""
+        q, kv = reasons.DTYPE_NAMES[layer.q_dtype], reasons.DTYPE_NAMES[layer.kv_dtype]
+        name = (
+            f"batch_prefill_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32"
+            f"_head_dim_qk_{layer.head_dim}_head_dim_vo_{layer.head_dim}_posenc_0"
+            f"_use_swa_{layer.window_left >= 0}_use_logits_cap_{layer.logits_soft_cap > 0}_f16qk_False"
+        )
+        return ((f"{name}_sm90",) if cls.backend == "fa3" else (f"{name}_kv_stride_equal", name),)
 
     def plan(self, batch: PagedBatch) -> NativePlan:
         """Plan a step from the batch's host arrays; copies are pinned and asynchronous."""
@@ -202,17 +214,11 @@ class FA3Kernel(NativeKernel):
     backend = "fa3"
 
     @classmethod
-    def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
-        """See `AttentionKernel.reasons_against`."""
-        reasons = super().reasons_against(phase, layer, engine)
-        if engine.compute_capability is not None and engine.compute_capability != SM90:
-            reasons.append(f"needs compute capability 9.0, this is {_describe(engine)}")
-        if layer.kv_dtype in FP8_DTYPES:
-            reasons.append("an fp8 KV cache needs an fp8 query here")
-        return reasons
-
-
-def _describe(engine: EngineParams) -> str:
-    if engine.compute_capability is None:
-        return f"a {engine.device.type} device"
-    return "{}.{}".format(*engine.compute_capability)
+    def limits(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """See `NativeKernel.limits`."""
+        is_fp8 = layer.kv_dtype in FP8_DTYPES
+        return [
+            *super().limits(phase, layer, engine),
+            *reasons.capability(engine, (SM90,)),
+            *reasons.when(is_fp8, f"its query must be of the cache's {layer.kv_dtype}, this is {layer.q_dtype}"),
+        ]
