@@ -22,7 +22,7 @@ from vllm_attn_plugin.kernels.interface import (
 )
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
 from vllm_attn_plugin.kernels.workspace import native_bytes, workspaces
-from vllm_attn_plugin.metadata import PagedBatch
+from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
@@ -107,17 +107,16 @@ class NativeKernel(AttentionKernel):
         """Plan a step from the batch's host arrays; copies are pinned and asynchronous."""
         check_window(batch, self.layer)
         self._plan_copied.synchronize()
-        is_single_token = self.phase is Phase.DECODE and batch.max_q_len == 1 and batch.causal
-        if (
-            is_single_token
-            and batch.batch_size in self.engine.decode_graph_sizes
-            and batch.num_rows >= batch.batch_size
-        ):
-            plan = self._plan_graph_decode(batch)
-        else:
-            plan = self._plan_any(batch)
+        buffers = self._graph_buffers(batch)
+        plan = self._plan_any(batch) if buffers is None else self._plan_graph_decode(batch, buffers)
         self._plan_copied.record()
         return plan
+
+    def _graph_buffers(self, batch: PagedBatch) -> PageListBuffers | None:
+        """Where a graph of this step reads its page lists; None for a step that no graph may hold."""
+        is_single_token = self.phase is Phase.DECODE and batch.max_q_len == 1 and batch.causal
+        has_graph = batch.batch_size in self.engine.decode_graph_sizes and batch.num_rows >= batch.batch_size
+        return batch.page_list_buffers if is_single_token and has_graph else None
 
     def _plan_any(self, batch: PagedBatch) -> NativePlan:
         self._wrapper.plan(
@@ -130,11 +129,11 @@ class NativeKernel(AttentionKernel):
         )
         return NativePlan(self._wrapper, batch.num_qo_tokens)
 
-    def _plan_graph_decode(self, batch: PagedBatch) -> NativePlan:
+    def _plan_graph_decode(self, batch: PagedBatch, buffers: PageListBuffers) -> NativePlan:
         """Plan a decode step that a graph may hold: every request, padded or not, has a row."""
         wrapper = self._graph_wrappers.get(batch.batch_size)
         if wrapper is None:
-            wrapper = self._graph_wrappers[batch.batch_size] = self._make_graph_wrapper(batch)
+            wrapper = self._graph_wrappers[batch.batch_size] = self._make_graph_wrapper(batch.batch_size, buffers)
         wrapper.plan(
             indptr=batch.paged_kv_indptr_cpu.pin_memory(),
             last_page_len=batch.paged_kv_last_page_len_cpu.pin_memory(),
@@ -159,20 +158,18 @@ class NativeKernel(AttentionKernel):
             "o_data_type": self.layer.q_dtype,
         }
 
-    def _make_graph_wrapper(self, batch: PagedBatch) -> Any:
+    def _make_graph_wrapper(self, batch_size: int, buffers: PageListBuffers) -> Any:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        # The batch's lists are views of buffers that stay for the engine's life; the graph reads them there.
-        indices = batch.paged_kv_indices
-        whole = torch.empty(0, dtype=torch.int32, device=indices.device).set_(indices.untyped_storage())
+        # They stay for the engine's life; the graph reads them there.
         return BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=batch.paged_kv_indptr,
-            paged_kv_indices_buffer=whole,
-            paged_kv_last_page_len_buffer=batch.paged_kv_last_page_len,
+            paged_kv_indptr_buffer=buffers.indptr[: batch_size + 1],
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page_lens[:batch_size],
             backend=self.backend,
         )
 
