@@ -1,6 +1,6 @@
 """Paged attention kernels, one family a file, behind one interface; nothing here imports an engine."""
 
-from vllm_attn_plugin.kernels.dispatch import KernelChoice, NoKernelError, choose
+from vllm_attn_plugin.kernels.dispatch import BySize, KernelChoice, NoKernelError, choose, summary
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -10,9 +10,11 @@ from vllm_attn_plugin.kernels.interface import (
     Phase,
 )
 from vllm_attn_plugin.kernels.kv_cache import KVPages, split_kv_cache, write_kv, write_kv_on_gpu
+from vllm_attn_plugin.kernels.toolchain import Toolchain, find_toolchain
 
 __all__ = [
     "AttentionKernel",
+    "BySize",
     "EngineParams",
     "GraphSupport",
     "KVPages",
@@ -21,8 +23,11 @@ __all__ = [
     "LayerParams",
     "NoKernelError",
     "Phase",
+    "Toolchain",
     "choose",
+    "find_toolchain",
     "split_kv_cache",
+    "summary",
     "write_kv",
     "write_kv_on_gpu",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_attn_plugin.kernels import trtllm_api
+from vllm_attn_plugin.kernels import reasons, trtllm_api
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -26,6 +26,7 @@ CAPABILITIES = ((10, 0), (10, 3))
 PAGE_SIZES = (16, 32, 64)
 HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+LAUNCHER = (("fmha_gen",),)  # the host code around the prebuilt kernels
 LOG_2 = math.log(2)
 
 
@@ -72,28 +73,24 @@ class TrtllmGenKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        reasons = []
-        if engine.compute_capability not in CAPABILITIES:
-            reasons.append(
-                f"needs compute capability 10.0 or 10.3, this is {engine.compute_capability or engine.device.type}"
-            )
-        if layer.head_dim not in HEAD_DIMS:
-            reasons.append(f"head_dim {layer.head_dim} is none of {HEAD_DIMS}")
-        if engine.page_size not in PAGE_SIZES:
-            reasons.append(f"page size {engine.page_size} is none of {PAGE_SIZES}")
-        if layer.q_dtype not in QUERY_DTYPES:
-            reasons.append(f"query dtype {layer.q_dtype} is none of {QUERY_DTYPES}")
-        if layer.kv_dtype not in (layer.q_dtype, torch.float8_e4m3fn):
-            reasons.append(f"KV cache dtype {layer.kv_dtype} is neither the query's {layer.q_dtype} nor float8_e4m3fn")
-        if phase is Phase.PREFILL and layer.kv_dtype != layer.q_dtype:
-            reasons.append(f"its prefill needs a query of the cache's {layer.kv_dtype}, this is {layer.q_dtype}")
-        if not engine.head_major_pages:
-            reasons.append("pages are token-major, it reads head-major ones; set VLLM_KV_CACHE_LAYOUT=HND")
-        if layer.logits_soft_cap:
-            reasons.append(f"it has no logits soft cap (this layer's is {layer.logits_soft_cap})")
-        if layer.has_alibi:
-            reasons.append("it has no ALiBi")
-        return reasons
+        prefill_dtype_differs = phase is Phase.PREFILL and layer.kv_dtype != layer.q_dtype
+        found = [
+            *reasons.capability(engine, CAPABILITIES),
+            *reasons.none_of("head_dim", layer.head_dim, HEAD_DIMS),
+            *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
+            *reasons.dtypes(layer, QUERY_DTYPES, (torch.float8_e4m3fn,)),
+            *reasons.when(
+                prefill_dtype_differs,
+                f"its prefill needs a query of the cache's {layer.kv_dtype}, this is {layer.q_dtype}",
+            ),
+            *reasons.when(
+                not engine.head_major_pages,
+                "pages are token-major, it reads head-major ones, set VLLM_KV_CACHE_LAYOUT=HND",
+            ),
+            *reasons.soft_cap(layer),
+            *reasons.alibi(layer),
+        ]
+        return found or engine.toolchain.reasons_against(LAUNCHER)
 
     def plan(self, batch: PagedBatch) -> TrtllmGenPlan:
         """See `AttentionKernel.plan`."""

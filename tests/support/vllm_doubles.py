@@ -83,6 +83,7 @@ def make_config(
     max_model_len: int = 2048,
     max_num_seqs: int = 256,
     num_speculative_tokens: int | None = None,
+    use_trtllm_attention: bool | None = None,
 ) -> Any:
     """What the builder and its base class read of a VllmConfig."""
     speculative = None
@@ -96,6 +97,7 @@ def make_config(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
         model_config=SimpleNamespace(max_model_len=max_model_len),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        attention_config=SimpleNamespace(use_trtllm_attention=use_trtllm_attention),
         speculative_config=speculative,
         use_v2_model_runner=False,
     )
