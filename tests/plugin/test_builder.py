@@ -212,11 +212,12 @@ def test_padded_size_of_the_batch_picks_the_decode_kernel(size: int, padded: int
 
 @pytest.mark.usefixtures("two_decode_kernels")
 def test_each_kernel_is_set_up_once_and_steps_of_both_equal_the_formula() -> None:
-    builder = make_builder(decodes(1))
+    layer = make_layer_double(decodes(1))
+    builder = make_builder(decodes(1), {"layer": layer})
     picked = set()
     for size in (2, 3, 4, 6, 2):
         case = decodes(size)
-        layer = make_layer_double(case)
+        layer.kv_cache = case.kv_cache
         picked.add(id(decode_of(builder, case).kernel))
         assert_close_to_formula(case, forward(layer, case, builder.build(0, common_metadata(case))))
     assert len(picked) == 2
