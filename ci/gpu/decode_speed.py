@@ -118,12 +118,12 @@ def capture(shape: Shape, name: str) -> tuple[Callable[[], Any], Callable[[], An
 def gpu_us(call: Callable[[], Any], times: int) -> float:
     """Microseconds a call on the GPU."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    start.record()  # type: ignore[no-untyped-call]
+    start.record()
     for _ in range(times):
         call()
-    end.record()  # type: ignore[no-untyped-call]
-    end.synchronize()  # type: ignore[no-untyped-call]
-    return float(start.elapsed_time(end)) * 1000 / times  # type: ignore[no-untyped-call]
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000 / times
 
 
 def host_us(call: Callable[[], Any]) -> float:
