@@ -104,7 +104,7 @@ def test_next_kernel_is_tried_and_every_refusal_told(monkeypatch: pytest.MonkeyP
     message = refusal(Phase.DECODE, replace(make_layer(), q_dtype=torch.float64), ENGINE)
     assert "refusing (decode is not served; page size 16 is below 32)" in message
     assert "reference (query dtype torch.float64 is none of float32, float16, bfloat16)" in message
-    assert message.endswith("; change what a kernel refuses, or serve this model with another --attention-backend.")
+    assert message.endswith("; change what a kernel refuses or serve this model with another --attention-backend.")
 
 
 def test_kernels_with_the_same_reasons_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_kernels_are_set_up_with_the_limits_of_the_choice(monkeypatch: pytest.Mo
 def test_a_gpu_never_falls_back_to_the_reference(layer: LayerParams, reasons: list[str]) -> None:
     message = refusal(Phase.PREFILL, layer, GPU[9, 0])
     assert all(reason in message for reason in reasons)
-    assert message.endswith(", or set VLLM_ATTN_PLUGIN_PREFILL_KERNEL=reference, which is slow.")
+    assert message.endswith(" or set VLLM_ATTN_PLUGIN_PREFILL_KERNEL=reference, which is slow.")
     assert choose(Phase.PREFILL, layer, GPU[9, 0], forced="reference").kernels.items == (ReferenceKernel,)
 
 
@@ -280,7 +280,8 @@ def test_use_trtllm_attention_that_cannot_be_followed_is_refused() -> None:
     engine = replace(GPU[9, 0], use_trtllm=True)
     assert refusal(Phase.DECODE, replace(BF16, logits_soft_cap=30.0), engine) == (
         "no decode kernel can serve this layer: xqa (it has no logits soft cap, this layer's is 30.0); "
-        "leave use_trtllm_attention unset."
+        "leave use_trtllm_attention unset, change what a kernel refuses or serve this model with another "
+        "--attention-backend."
     )
     message = refusal(Phase.PREFILL, replace(BF16, logits_soft_cap=30.0), replace(GPU[10, 0], use_trtllm=True))
     assert message.startswith("no prefill kernel can serve this layer: trtllm-gen (it has no logits soft cap")

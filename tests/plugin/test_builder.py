@@ -211,6 +211,21 @@ def test_padded_size_of_the_batch_picks_the_decode_kernel(size: int, padded: int
 
 
 @pytest.mark.usefixtures("two_decode_kernels")
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_captured_step_and_its_replays_have_one_kernel(rows: int) -> None:
+    layer = make_layer_double(decodes(1))
+    builder = make_builder(decodes(1), {"layer": layer})
+    kernels = set()
+    for real in range(1, rows + 1):
+        case = decodes(real, padded=rows - real)
+        layer.kv_cache = case.kv_cache
+        kernels.add(decode_of(builder, case).kernel)
+    (captured,) = builder.build_for_cudagraph_capture(common_metadata(case)).plans.values()
+    assert captured.decode is not None
+    assert kernels == {captured.decode.kernel}
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
 def test_each_kernel_is_set_up_once_and_steps_of_both_equal_the_formula() -> None:
     layer = make_layer_double(decodes(1))
     builder = make_builder(decodes(1), {"layer": layer})
