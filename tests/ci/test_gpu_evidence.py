@@ -37,13 +37,16 @@ def test_record_without_rows_has_not_passed(tmp_path: Path) -> None:
 
 
 def _result(logprobs_of: list[float], tokens: list[int]) -> dict[str, Any]:
-    return {"tokens": [tokens], "logprobs": [logprobs_of]}
+    """One request; at each step the token chosen and one that is half as likely."""
+    steps = [{str(token): chosen, "99": chosen - 1} for token, chosen in zip(tokens, logprobs_of, strict=True)]
+    return {"tokens": [tokens], "logprobs": [steps]}
 
 
 def test_distance_ends_after_the_first_token_that_differs() -> None:
     base = _result([-1.0, -2.0, -3.0], [5, 6, 7])
     other = _result([-1.5, -2.25, -9.0], [5, 8, 7])
-    assert distance(base, other) == (pytest.approx(0.375), pytest.approx(0.5), 2)
+    # Both tokens of the first step, of the second the one that both name, of the third none.
+    assert distance(base, other) == (pytest.approx((0.5 + 0.5 + 0.25) / 3), pytest.approx(0.5), 3)
 
 
 def _served(shift: float) -> Served:
