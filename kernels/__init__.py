@@ -9,9 +9,19 @@ from vllm_attn_plugin.kernels.interface import (
     LayerParams,
     Phase,
 )
-from vllm_attn_plugin.kernels.kv_cache import KVPages, split_kv_cache, write_kv, write_kv_on_gpu
+from vllm_attn_plugin.kernels.kv_cache import (
+    NVFP4,
+    KVPages,
+    NVFP4Pages,
+    split_kv_cache,
+    split_nvfp4_cache,
+    write_kv,
+    write_kv_on_gpu,
+    write_nvfp4_on_gpu,
+)
 
 __all__ = [
+    "NVFP4",
     "AttentionKernel",
     "EngineParams",
     "GraphSupport",
@@ -19,10 +29,13 @@ __all__ = [
     "KernelChoice",
     "KernelInputs",
     "LayerParams",
+    "NVFP4Pages",
     "NoKernelError",
     "Phase",
     "choose",
     "split_kv_cache",
+    "split_nvfp4_cache",
     "write_kv",
     "write_kv_on_gpu",
+    "write_nvfp4_on_gpu",
 ]
