@@ -17,7 +17,7 @@ from vllm_attn_plugin.kernels.flashinfer_native import FA2Kernel, FA3Kernel, Nat
 from vllm_attn_plugin.kernels.flashinfer_sinks import SinkKernel
 from vllm_attn_plugin.kernels.workspace import native_bytes, workspaces
 
-pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+contract.require_flashinfer()
 
 CPU = torch.device("cpu")
 DECODES = ["decode", "one_token_prompt", "full_cache_decode", "many_short", "single_long_decode", "padded_rows"]

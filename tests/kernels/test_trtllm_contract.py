@@ -19,7 +19,7 @@ from vllm_attn_plugin.kernels import NVFP4, EngineParams, Phase
 from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel, takes_fp8_query
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, MIB, WorkspaceError, lse_bytes, trtllm_bytes, workspaces
 
-flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+contract.require_flashinfer()
 
 CPU = torch.device("cpu")
 FP16 = torch.float16

@@ -18,7 +18,7 @@ from vllm_attn_plugin.kernels import Phase, split_kv_cache
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, trtllm_bytes, workspaces
 from vllm_attn_plugin.kernels.xqa import XQAKernel
 
-pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+contract.require_flashinfer()
 
 CPU = torch.device("cpu")
 SPEC_NAMES = [

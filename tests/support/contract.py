@@ -1,14 +1,18 @@
 """What the contract tests share: a step on a CPU whose kernel believes in a GPU, and FlashInfer's calls on the way."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import nvfp4
 import paged_cases
+import pytest
 import torch
 import xqa_double
 from batch_specs import BatchSpec
@@ -36,6 +40,15 @@ FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 # Half a step between two neighbouring numbers, relative to them, and of the smallest numbers.
 HALF_STEP = {BF16: (2**-8, 2**-130), torch.float16: (2**-11, 2**-24), FP8: (2**-4, 2**-10)}
+
+
+def require_flashinfer() -> None:
+    """Skip a module of tests where FlashInfer is not installed; an environment of ci/ without it is at fault."""
+    if find_spec("flashinfer") is not None:
+        return
+    if (Path(sys.prefix) / "made-by-ci").exists():
+        raise RuntimeError("ci.cpu_env installs flashinfer-python for these tests, and it is not there.")
+    pytest.skip("flashinfer-python is not installed", allow_module_level=True)
 
 
 @dataclass
