@@ -249,11 +249,15 @@ def takes_fp8_query(layer: LayerParams, engine: EngineParams) -> bool:
 
     One dtype goes for both phases, since the engine quantizes the query before it is split. Without it an fp8 cache
     is decoded alone, with bfloat16, and an NVFP4 cache is not read at all.
+
+    Args:
+        layer: its query dtype is the model's, which the output keeps.
+        engine: for its GPU and its pages.
     """
+    if layer.kv_dtype not in (FP8, NVFP4) or layer.q_dtype not in (torch.float16, torch.bfloat16):
+        return False
     quantized = replace(layer, q_dtype=FP8)
-    return layer.kv_dtype in (FP8, NVFP4) and not any(
-        TrtllmGenKernel.reasons_against(phase, quantized, engine) for phase in Phase
-    )
+    return not any(TrtllmGenKernel.reasons_against(phase, quantized, engine) for phase in Phase)
 
 
 def _dtype_reasons(phase: Phase, layer: LayerParams) -> list[str]:

@@ -15,7 +15,7 @@ from paged_cases import WILD_PAGE, PagedCase, make_case, make_layer
 from raw_memory import ContractError, dense_strides
 from trtllm_double import NUM_SMS, Call, TrtllmGenDouble
 
-from vllm_attn_plugin.kernels import NVFP4, EngineParams, Phase
+from vllm_attn_plugin.kernels import NVFP4, EngineParams, KVPages, NVFP4Pages, Phase
 from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel, takes_fp8_query
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, MIB, WorkspaceError, lse_bytes, trtllm_bytes, workspaces
 
@@ -425,15 +425,34 @@ def test_wild_strides_of_size_one_dimensions(phase: Phase, stride: int, double: 
     step.assert_right()
 
 
-def test_pages_with_wild_strides_that_no_view_of_ours_made(double: TrtllmGenDouble) -> None:
+def with_wild_stride(pages: torch.Tensor) -> torch.Tensor:
+    """One KV head whose dimension, never stepped over, has stride 1."""
+    return pages.as_strided(pages.shape, (pages.stride(0), 1, *pages.stride()[2:]), pages.storage_offset())
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, NVFP4], ids=["bf16", "nvfp4"])
+def test_pages_with_wild_strides_that_no_view_of_ours_made(kv_dtype: torch.dtype, double: TrtllmGenDouble) -> None:
     """A kernel is handed pages, and does not know who made the views."""
-    case = make_case(SPECS["decode"], make_layer(num_qo_heads=4, num_kv_heads=1, dtype=BF16))
-    step = run(case, Phase.DECODE, double)
-    wild = [
-        t.as_strided(t.shape, (t.stride(0), 1, *t.stride()[2:]), t.storage_offset()) for t in contract.pages_of(case)
-    ]
-    step.kernel.run(step.plan, case.q, type(contract.pages_of(case))(*wild), step.out, step.inputs)
-    step.assert_right()
+    if kv_dtype == NVFP4:
+        layer = make_layer(num_qo_heads=4, num_kv_heads=1, dtype=FP8, kv_dtype=NVFP4)
+        case = make_nvfp4_case(SPECS["decode"], layer, K_SCALE, V_SCALE)
+    else:
+        case = make_case(SPECS["decode"], make_layer(num_qo_heads=4, num_kv_heads=1, dtype=BF16))
+    step = run(case, Phase.DECODE, double, out_dtype=BF16)
+    pages = contract.pages_of(case)
+    wild = KVPages(*map(with_wild_stride, pages))
+    if isinstance(pages, NVFP4Pages):
+        wild = NVFP4Pages(*wild, KVPages(*map(with_wild_stride, pages.scales)))
+    step.kernel.run(step.plan, step.q, wild, step.out, step.inputs)
+    step.assert_right(staged=FP8 if kv_dtype == NVFP4 else None)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_nvfp4_cache_of_one_page_and_one_head(phase: Phase, double: TrtllmGenDouble) -> None:
+    layer = make_layer(num_qo_heads=1, num_kv_heads=1, dtype=FP8, kv_dtype=NVFP4)
+    case = make_nvfp4_case(BatchSpec("one", (1,), (16,), is_full=True), layer, K_SCALE, V_SCALE)
+    case.kv_cache = case.kv_cache.as_strided(case.kv_cache.shape, (3, *case.kv_cache.stride()[1:]))
+    run(case, phase, double, out_dtype=BF16).assert_right(staged=FP8)
 
 
 def test_dense_query_is_not_copied(double: TrtllmGenDouble) -> None:

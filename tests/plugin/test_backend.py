@@ -74,7 +74,8 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"block_size": 100}, "block_size 100 not supported; use a multiple of 16"),
         (
             {"kv_cache_dtype": "nvfp4"},
-            "kv_cache_dtype 'nvfp4' not supported; use one of: auto, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2",
+            "kv_cache_dtype 'nvfp4' needs a GPU of compute capability 10.x; use one of: auto, float16, bfloat16, fp8, "
+            "fp8_e4m3, fp8_e5m2",
         ),
     ],
     ids=["dtype", "head_size", "block_size_8", "block_size_100", "kv_cache_dtype"],
