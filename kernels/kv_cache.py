@@ -227,8 +227,10 @@ def write_nvfp4_on_gpu(
         slot_mapping: see `write_kv_on_gpu`.
         k_scale, v_scale: float32 `[1]` on the GPU.
     """
-    sides = kv_cache.transpose(1, 2).split(kv_cache.shape[1] // 2, dim=2)
-    torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, *sides, slot_mapping, "nvfp4", k_scale, v_scale)
+    num_heads = kv_cache.shape[1] // 2
+    token_major = kv_cache.transpose(1, 2)
+    keys, values = token_major[:, :, :num_heads], token_major[:, :, num_heads:]
+    torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, keys, values, slot_mapping, "nvfp4", k_scale, v_scale)
 
 
 def gather_pages(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:

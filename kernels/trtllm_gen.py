@@ -195,7 +195,6 @@ class TrtllmGenKernel(AttentionKernel):
             "kv_layout": "HND",
             "sinks": trtllm_api.checked_sinks(self.layer, inputs),
             "lse": lse,
-            "backend": "trtllm-gen",
             "multi_ctas_kv_counter_buffer": self._counters,
         }
 
@@ -205,6 +204,7 @@ class TrtllmGenKernel(AttentionKernel):
         is_ragged = plan.cum_seq_lens_q is not None
         trtllm_batch_decode_with_kv_cache(
             **shared,
+            backend="trtllm-gen",
             max_seq_len=plan.max_seq_len,
             q_len_per_req=None if is_ragged else plan.q_len,
             max_q_len=plan.q_len if is_ragged else None,

@@ -277,12 +277,12 @@ SHARED: dict[str, contract.Check] = {
     "o_sf_vec_size": check_o_sf_vec_size,
     "sinks": check_sinks,
     "kv_layout": check_layout,
-    "backend": check_backend,
     "lse": check_lse,
 }
 CHECKS: dict[str, dict[str, contract.Check]] = {
     "trtllm_batch_decode_with_kv_cache": {
         **SHARED,
+        "backend": check_backend,
         "max_seq_len": check_max_seq_len,
         "q_len_per_req": check_q_len_per_req,
         "max_q_len": check_decode_max_q_len,
