@@ -155,7 +155,7 @@ TRTLLM_GEN = (
     _gen("clearing where requests have no keys", "            or bool((batch.seq_lens_cpu == 0).any())\n", ""),
     _gen(
         "clearing in calls that a graph may capture",
-        "            or batch.batch_size in self.engine.decode_graph_sizes,\n",
+        "            or batch.num_rows in self.engine.decode_graph_sizes,\n",
         "",
     ),
     _gen("kernel's own buffer cleared with the output", "            target.zero_()\n", "            pass\n"),

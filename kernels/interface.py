@@ -64,7 +64,8 @@ class EngineParams:
         compute_capability: (major, minor) of an NVIDIA GPU; None on any other device.
         num_sms: multiprocessors of an NVIDIA GPU.
         head_major_pages: whether a page's keys of one head lie side by side (the other way is token-major).
-        decode_graph_sizes: batch sizes whose decode steps may be captured in a full CUDA graph.
+        decode_graph_sizes: query rows of the decode steps that may be captured in a full CUDA graph; as many requests
+            where each has one query.
     """
 
     device: torch.device

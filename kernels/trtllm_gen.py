@@ -134,7 +134,7 @@ class TrtllmGenKernel(AttentionKernel):
             causal=causal,
             clears_output=batch.num_rows > batch.num_qo_tokens
             or bool((batch.seq_lens_cpu == 0).any())
-            or batch.batch_size in self.engine.decode_graph_sizes,
+            or batch.num_rows in self.engine.decode_graph_sizes,
         )
 
     def run(
