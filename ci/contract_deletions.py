@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from tabulate import tabulate
+from tabulate import tabulate  # type: ignore[import-untyped]
 
 from ci.console import UserError, run_main, say
 from ci.deletions import DELETIONS, Deletion
@@ -117,7 +117,7 @@ def try_deletion(deletion: Deletion, untouched: Path) -> dict[str, object]:
 def show(rows: list[dict[str, object]]) -> str:
     """The table `deletion | caught by`."""
     cells = [[row["file"], row["deletion"], _first_test(row["caught_by"])] for row in rows]
-    return tabulate(cells, headers=["file", "deletion", "caught by"], tablefmt="github")
+    return str(tabulate(cells, headers=["file", "deletion", "caught by"], tablefmt="github"))
 
 
 def _first_test(names: object) -> str:

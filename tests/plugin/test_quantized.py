@@ -9,10 +9,11 @@ import contract
 import nvfp4
 import pytest
 import torch
+import vllm_doubles
 from batch_specs import SPECS
 from contract import BF16, FP8, engine_of, make_nvfp4_case
 from paged_cases import PagedCase, make_case, make_layer
-from trtllm_double import TrtllmGenDouble
+from trtllm_double import NUM_SMS, TrtllmGenDouble
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
@@ -21,13 +22,19 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import nvfp4_split_data_scale
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-from vllm_doubles import LayerDouble, default_dtype
+from vllm_doubles import LayerDouble, common_metadata, default_dtype, make_config
 
-from vllm_attn_plugin import backend, impl
+from vllm_attn_plugin import backend, builder, impl
 from vllm_attn_plugin.backend import AttnPluginBackend
-from vllm_attn_plugin.builder import AttnPluginMetadata, LayerPlans, PlannedPhase
+from vllm_attn_plugin.builder import (
+    AttnPluginMetadata,
+    AttnPluginMetadataBuilder,
+    LayerPlans,
+    PlannedPhase,
+    engine_params,
+)
 from vllm_attn_plugin.impl import AttnPluginImpl
-from vllm_attn_plugin.kernels import NVFP4, LayerParams, Phase, split_nvfp4_cache
+from vllm_attn_plugin.kernels import NVFP4, EngineParams, LayerParams, Phase, split_nvfp4_cache
 from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel
 from vllm_attn_plugin.metadata import split_decode_prefill
 
@@ -65,24 +72,31 @@ def make_impl(layer: LayerParams, cache: str, dtype: torch.dtype = BF16) -> Attn
         )
 
 
-def make_step(cache: str) -> tuple[PagedCase, LayerDouble, AttnPluginMetadata]:
-    """Decodes and prefills of one layer, planned for an SM100 whose memory is this machine's."""
-    layer = make_layer(num_qo_heads=4, num_kv_heads=2, dtype=FP8, kv_dtype=CACHES[cache])
-    spec = SPECS["mixed"]
+def make_layer_of(cache: str, name: str = "mixed") -> tuple[PagedCase, LayerDouble]:
+    """A case, and its layer as vLLM would have made it."""
+    q_dtype, kv_dtype = (FP8, CACHES[cache]) if cache in CACHES else (BF16, BF16)
+    layer = make_layer(num_qo_heads=4, num_kv_heads=2, dtype=q_dtype, kv_dtype=kv_dtype)
     if cache == "nvfp4":
-        case = make_nvfp4_case(spec, layer, K_SCALE, V_SCALE)
+        case = make_nvfp4_case(SPECS[name], layer, K_SCALE, V_SCALE)
     else:
-        case = make_case(spec, layer, k_scale=K_SCALE, v_scale=V_SCALE)
+        scales = {"k_scale": K_SCALE, "v_scale": V_SCALE} if cache in CACHES else {"k_scale": 1.0, "v_scale": 1.0}
+        case = make_case(SPECS[name], layer, **scales)
     of_vllm = LayerDouble(make_impl(layer, cache), case.kv_cache, Q_SCALE, K_SCALE, V_SCALE)
     assert of_vllm.impl.params == layer
+    return case, of_vllm
+
+
+def make_step(cache: str) -> tuple[PagedCase, LayerDouble, AttnPluginMetadata]:
+    """Decodes and prefills of one layer, planned for an SM100 whose memory is this machine's."""
+    case, of_vllm = make_layer_of(cache)
     parts = dict(zip((Phase.DECODE, Phase.PREFILL), split_decode_prefill(case.batch(), 1), strict=True))
     first, planned = 0, []
     for phase, part in parts.items():
         assert part is not None
-        kernel = TrtllmGenKernel(phase, layer, engine_of(case, phase))
+        kernel = TrtllmGenKernel(phase, case.layer, engine_of(case, phase))
         planned.append(PlannedPhase(kernel, kernel.plan(part), slice(first, first + part.num_rows)))
         first += part.num_rows
-    return case, of_vllm, AttnPluginMetadata(first, {layer: LayerPlans(*planned)})
+    return case, of_vllm, AttnPluginMetadata(first, {case.layer: LayerPlans(*planned)})
 
 
 def run(step: tuple[PagedCase, LayerDouble, AttnPluginMetadata], output: torch.Tensor, **scales: Any) -> torch.Tensor:
@@ -94,7 +108,8 @@ def run(step: tuple[PagedCase, LayerDouble, AttnPluginMetadata], output: torch.T
 
 
 def exact(case: PagedCase) -> torch.Tensor:
-    return replace(case, layer=replace(case.layer, sm_scale=case.layer.sm_scale * Q_SCALE)).expected()[0]
+    q_scale = Q_SCALE if case.layer.q_dtype == FP8 else 1.0
+    return replace(case, layer=replace(case.layer, sm_scale=case.layer.sm_scale * q_scale)).expected()[0]
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -107,6 +122,47 @@ def test_result_in_the_models_dtype(cache: str, on: Any, double: TrtllmGenDouble
     step_size = 2**-8 + (2**-4 if cache == "nvfp4" else 0)
     assert ((out.double() - expected).abs() <= expected.abs() * step_size + 2**-9).all()
     assert [call.kind for call in double.calls] == ["decode", "context"]
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("name", "drafts", "kinds"),
+    [
+        ("decode", None, ["decode"]),
+        ("prefill", None, ["context"]),
+        ("mixed", None, ["decode", "context"]),
+        ("chunked_prefill", None, ["context"]),
+        ("spec_decode_4", 3, ["decode"]),
+        ("spec_decode_ragged", 7, ["decode"]),
+        ("padded_rows", None, ["decode"]),
+    ],
+)
+def test_step_that_the_builder_planned(
+    name: str,
+    drafts: int | None,
+    kinds: list[str],
+    cache: str,
+    on: Any,
+    double: TrtllmGenDouble,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From vLLM's metadata to the module's door: the dispatch picks TRT-LLM-gen for an SM100 whose memory is here."""
+    on(10)
+
+    def sm100_engine(*arguments: Any) -> EngineParams:
+        return replace(engine_params(*arguments), compute_capability=(10, 0), num_sms=NUM_SMS)
+
+    monkeypatch.setattr(builder, "engine_params", sm100_engine)
+    case, layer = make_layer_of(cache, name)
+    config = make_config({"layer": layer}, num_speculative_tokens=drafts)
+    made = AttnPluginMetadataBuilder(vllm_doubles.make_spec(case), ["layer"], config, torch.device("cpu"))
+    out = torch.full(case.q.shape, float("nan"), dtype=BF16)
+    metadata = made.build(0, common_metadata(case))
+    layer.impl.forward(layer, case.q, case.q, case.q, layer.kv_cache, metadata, out)
+    assert [call.kind for call in double.calls] == kinds
+    expected = exact(case)
+    step_size = 2**-8 + (2**-4 if cache == "nvfp4" else 0)
+    assert ((out.double() - expected).abs() <= expected.abs() * step_size + 2**-9).all()
 
 
 @pytest.mark.parametrize("cache", CACHES)
