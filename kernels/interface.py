@@ -27,13 +27,15 @@ class LayerParams:
         num_qo_heads: query heads on this device.
         num_kv_heads: key/value heads on this device; divides `num_qo_heads`.
         head_dim: size of a head, the same for keys and values.
-        q_dtype: dtype of the query and the output.
-        kv_dtype: dtype of the cached keys and values (an fp8 dtype for an fp8 cache, whatever its storage).
+        q_dtype: dtype of the query; the output has it too, but for an fp8 query, whose output may have any dtype.
+        kv_dtype: dtype of the cached keys and values, whatever their storage: an fp8 dtype for an fp8 cache,
+            `kv_cache.NVFP4` for an NVFP4 one.
         sm_scale: factor on the logits before the softmax.
         window_left: keys to the left of a query that it sees, itself excluded; -1 for no window.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`; 0 for none.
         has_sinks: each query head has a learned logit that joins the softmax without a value.
         has_alibi: each query head has an ALiBi slope.
+        returns_lse: `run` will be asked for the log-sum-exp too; some kernels need more memory for it.
     """
 
     num_qo_heads: int
@@ -46,6 +48,7 @@ class LayerParams:
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
     has_alibi: bool = False
+    returns_lse: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class EngineParams:
         compute_capability: (major, minor) of an NVIDIA GPU; None on any other device.
         num_sms: multiprocessors of an NVIDIA GPU.
         head_major_pages: whether a page's keys of one head lie side by side (the other way is token-major).
-        decode_graph_sizes: batch sizes whose decode steps may be captured in a full CUDA graph.
+        decode_graph_sizes: query rows of the decode steps that may be captured in a full CUDA graph; as many requests
+            where each has one query.
         use_trtllm: True for TensorRT-LLM's kernels alone where there are some, False for none of them, None for
             whichever is best.
         toolchain: where the code of FlashInfer's kernels can come from.
@@ -89,13 +93,18 @@ class EngineParams:
 
 @dataclass(frozen=True)
 class KernelInputs:
-    """The tensors of one layer that do not change from step to step.
+    """What one layer's call takes besides query, cache and output.
 
     Attributes:
-        k_scale, v_scale: dequantization factors of an fp8 cache; 1 otherwise.
+        k_scale, v_scale: dequantization factors of an fp8 or NVFP4 cache; 1 otherwise.
         sinks: float32 `[num_qo_heads]`, or None.
         alibi_slopes: float32 `[num_qo_heads]`, or None.
         q_scale: dequantization factor of an fp8 query; 1 otherwise.
+        o_scale: for an output that is quantized: an fp8 output holds `result / o_scale`; an NVFP4 output takes it as
+            the factor of its block scales.
+        o_block_scales: float8_e4m3fn `[rows rounded up to 128, num_qo_heads * head_dim / 16 rounded up to 4]`, written
+            with an NVFP4 output, in the order that the next matrix product reads; None for any other output.
+        o_first_row: the row of `o_block_scales` that belongs to the first row of `out`.
     """
 
     k_scale: float = 1.0
@@ -103,6 +112,9 @@ class KernelInputs:
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     q_scale: float = 1.0
+    o_scale: float = 1.0
+    o_block_scales: torch.Tensor | None = None
+    o_first_row: int = 0
 
 
 class GraphSupport(Enum):
@@ -156,7 +168,8 @@ class AttentionKernel(ABC):
             plan: what `plan` returned for this step.
             q: `[num_rows, num_qo_heads, head_dim]`, `q_dtype`; any strides, 1 in the last dimension.
             kv_pages: the layer's cache; the step's own keys and values are in it already.
-            out: written, the query's shape and dtype. A row that sees no key becomes 0.
+            out: written, the query's shape and dtype. A row that sees no key becomes 0. Where a kernel says that it can
+                quantize its output it may be float8_e4m3fn, or uint8 of half the head_dim (NVFP4).
             inputs: the layer's scales, sinks and slopes.
             lse: written when given, float32 `[num_rows, num_qo_heads]`: natural logarithm of the softmax's
                 denominator, sinks included; -inf for a row that sees no key.

@@ -5,7 +5,13 @@ from typing import NamedTuple
 import torch
 
 KV_CACHE_DIMS = ("num_pages", "num_kv_heads", "page_size", "2 * head_dim")
+NVFP4_CACHE_DIMS = ("num_pages", "2 * num_kv_heads", "page_size", "head_dim / 2 + head_dim / 16")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Torch's name for two e2m1 numbers in a byte stands for a cache of such pairs and a scale for every 16 numbers.
+NVFP4 = torch.float4_e2m1fn_x2
+NVFP4_BLOCK = 16
+# Of the 9 bytes that 16 numbers take, 8 are numbers and 1 is their scale.
+NVFP4_BLOCK_BYTES, NVFP4_DATA_BYTES = 9, 8
 
 
 class KVPages(NamedTuple):
@@ -17,6 +23,26 @@ class KVPages(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
+
+
+class NVFP4Pages(KVPages):
+    """Keys and values of an NVFP4 cache, packed two to a byte, with the scale of every 16 of them.
+
+    Attributes:
+        k, v: uint8 `[num_pages, num_kv_heads, page_size, head_dim / 2]`; the even number is in the low half of a byte.
+        scales: of `k` and `v`, float8_e4m3fn `[num_pages, num_kv_heads, page_size, head_dim / 16]`, the last two
+            dimensions dense. Those of `v` are in the order that the writer and the kernels share: in a tile of
+            `page_size * head_dim / 16` scales, that of token `t` and block `s` lies at
+            `(t // 4) * head_dim / 4 + s * 4 + t % 4`.
+    """
+
+    scales: KVPages
+
+    def __new__(cls, k: torch.Tensor, v: torch.Tensor, scales: KVPages) -> "NVFP4Pages":
+        """Keys, values, and the scales of both."""
+        pages = super().__new__(cls, k, v)
+        pages.scales = scales
+        return pages
 
 
 def canonical_strides(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,6 +82,47 @@ def split_kv_cache(kv_cache: torch.Tensor, kv_dtype: torch.dtype) -> KVPages:
     # A view of another dtype keeps the strides only where the sizes match, which they do: one byte each.
     pages = canonical_strides(kv_cache if kv_cache.dtype == kv_dtype else kv_cache.view(kv_dtype))
     return KVPages(pages[..., :head_dim], pages[..., head_dim:])
+
+
+def split_nvfp4_cache(kv_cache: torch.Tensor) -> NVFP4Pages:
+    """View a layer's NVFP4 cache as packed numbers and block scales of keys and of values, without a copy.
+
+    A page holds, one after the other and each head-major: numbers of the keys, scales of the keys, numbers of the
+    values, scales of the values. The heads of the shape only give their size: no head's bytes lie together.
+
+    Args:
+        kv_cache: uint8 `[num_pages, 2 * num_kv_heads, page_size, head_dim / 2 + head_dim / 16]`, dense but for its
+            first dimension.
+
+    Raises:
+        ValueError: the cache has another dtype, shape or order.
+    """
+    if kv_cache.dtype != torch.uint8:
+        raise ValueError(f"kv_cache is {kv_cache.dtype}; an NVFP4 cache is torch.uint8.")
+    if kv_cache.dim() != len(NVFP4_CACHE_DIMS) or kv_cache.shape[1] % 2 or kv_cache.shape[3] % NVFP4_BLOCK_BYTES:
+        raise ValueError(f"kv_cache has shape {list(kv_cache.shape)}; expected [{', '.join(NVFP4_CACHE_DIMS)}].")
+    kv_cache = canonical_strides(kv_cache)
+    num_pages, num_sides, page_size, token_bytes = kv_cache.shape
+    if kv_cache.stride()[1:] != (page_size * token_bytes, token_bytes, 1):
+        raise ValueError(
+            f"kv_cache has strides {list(kv_cache.stride())}; the pages of an NVFP4 cache must be dense and "
+            "head-major: set VLLM_KV_CACHE_LAYOUT=HND."
+        )
+    num_heads = num_sides // 2
+    tile = num_heads * page_size * token_bytes // NVFP4_BLOCK_BYTES  # blocks of a page's keys, and of its values
+
+    def view(first_byte: int, last_dim: int) -> torch.Tensor:
+        strides = (kv_cache.stride(0), page_size * last_dim, last_dim, 1)
+        shape = (num_pages, num_heads, page_size, last_dim)
+        return kv_cache.as_strided(shape, strides, kv_cache.storage_offset() + first_byte)
+
+    blocks = token_bytes // NVFP4_BLOCK_BYTES
+    k, v = (view(side * tile * NVFP4_BLOCK_BYTES, blocks * NVFP4_DATA_BYTES) for side in (0, 1))
+    scales = (
+        view(side * tile * NVFP4_BLOCK_BYTES + tile * NVFP4_DATA_BYTES, blocks).view(torch.float8_e4m3fn)
+        for side in (0, 1)
+    )
+    return NVFP4Pages(k, v, KVPages(*scales))
 
 
 def _as_storage(pages: torch.Tensor) -> torch.Tensor:
@@ -149,6 +216,28 @@ def write_kv_on_gpu(
         k_scale,
         v_scale,
     )
+
+
+def write_nvfp4_on_gpu(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Quantize and write the new tokens' keys and values with the engine's cache operator.
+
+    Args:
+        k, v: see `write_kv`.
+        kv_cache: see `split_nvfp4_cache`; the operator finds numbers and scales in it by the same rule.
+        slot_mapping: see `write_kv_on_gpu`.
+        k_scale, v_scale: float32 `[1]` on the GPU.
+    """
+    num_heads = kv_cache.shape[1] // 2
+    token_major = kv_cache.transpose(1, 2)
+    keys, values = token_major[:, :, :num_heads], token_major[:, :, num_heads:]
+    torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, keys, values, slot_mapping, "nvfp4", k_scale, v_scale)
 
 
 def gather_pages(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:

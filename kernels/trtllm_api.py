@@ -1,14 +1,16 @@
-"""What XQA and TRT-LLM-gen decode share: FlashInfer's TensorRT-LLM style call, and its contract.
+"""What XQA and TRT-LLM-gen share: FlashInfer's TensorRT-LLM style calls, and their contract.
 
-The kernels behind that call read raw pointers. So here, once, and without a copy when nothing is wrong: the query is
+The kernels behind those calls read raw pointers. So here, once, and without a copy when nothing is wrong: the query is
 contiguous with canonical strides, tables and lengths are int32, contiguous and on the device, scales are fused the way
-the call wants them.
+the calls want them.
 """
 
 import torch
 
 from vllm_attn_plugin.kernels.interface import KernelInputs, LayerParams
-from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, canonical_strides
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, NVFP4, KVPages, canonical_strides
+
+SCALED_CACHES = (*FP8_DTYPES, NVFP4)
 
 
 def dense_query(q: torch.Tensor) -> torch.Tensor:
@@ -17,7 +19,7 @@ def dense_query(q: torch.Tensor) -> torch.Tensor:
 
 
 def canonical_pages(kv_pages: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with canonical strides, as the pair that FlashInfer's calls take; never a copy."""
+    """Keys and values (or their block scales) with canonical strides, as the pair that FlashInfer takes; no copy."""
     return canonical_strides(kv_pages.k), canonical_strides(kv_pages.v)
 
 
@@ -32,16 +34,36 @@ def dense_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
+def checked_sinks(layer: LayerParams, inputs: KernelInputs) -> torch.Tensor | None:
+    """The layer's sinks, float32 `[num_qo_heads]`, or None where it has none.
+
+    Raises:
+        ValueError: a layer with sinks got none, or not as the kernels read them: dense float32, one a query head.
+    """
+    sinks = inputs.sinks
+    if sinks is None and not layer.has_sinks:
+        return None
+    if sinks is None:
+        raise ValueError("this layer has attention sinks, but its inputs hold none.")
+    if sinks.dtype != torch.float32 or sinks.shape != (layer.num_qo_heads,) or not sinks.is_contiguous():
+        raise ValueError(
+            f"sinks are {sinks.dtype} with shape {list(sinks.shape)} and strides {list(sinks.stride())}; the kernel "
+            f"reads dense float32 of shape [{layer.num_qo_heads}]."
+        )
+    return sinks
+
+
 def bmm1_scale(layer: LayerParams, inputs: KernelInputs) -> float:
-    """Factor on the logits: `sm_scale * k_scale`, and `q_scale` only where the query itself is fp8."""
+    """Factor on the logits: `sm_scale`, `k_scale` for a quantized cache, `q_scale` where the query itself is fp8."""
     scale = layer.sm_scale
-    if layer.kv_dtype in FP8_DTYPES:
+    if layer.kv_dtype in SCALED_CACHES:
         scale *= inputs.k_scale
     if layer.q_dtype in FP8_DTYPES:
         scale *= inputs.q_scale
     return scale
 
 
-def bmm2_scale(layer: LayerParams, inputs: KernelInputs) -> float:
-    """Factor on the result: `v_scale`."""
-    return inputs.v_scale if layer.kv_dtype in FP8_DTYPES else 1.0
+def bmm2_scale(layer: LayerParams, inputs: KernelInputs, out_dtype: torch.dtype) -> float:
+    """Factor on the result: `v_scale` for a quantized cache, over `o_scale` where the output is fp8."""
+    scale = inputs.v_scale if layer.kv_dtype in SCALED_CACHES else 1.0
+    return scale / inputs.o_scale if out_dtype in FP8_DTYPES else scale

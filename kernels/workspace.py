@@ -2,16 +2,18 @@
 
 Two buffers a device, never shared, because their rules differ:
 
-    trtllm   | counters (semaphores), 8 MiB | scratch: softmax statistics and partial results |
-             TRT-LLM-gen and XQA. The counters stand at the head of every call's buffer, are zero before the first use
-             and are left zero by each kernel. Nothing else may ever write there.
+    trtllm   | counters (semaphores), 8 MiB | scratch: softmax statistics, then partial results |
+             XQA takes the whole of it and finds its counters at the head; TRT-LLM-gen takes what lies behind them,
+             since it starts with its scratch. The counters are zero before the first use and are left zero by each
+             kernel. Nothing else may ever write there.
 
     native   | partial results of split requests |
              FlashInfer's own kernels. They leave it dirty: a TRT-LLM-gen or XQA call that took it for counters would
              wait on garbage (vLLM issue 25520).
 
-TRT-LLM-gen takes its counters as a third tensor where FlashInfer offers that (0.7): `multi_ctas_counters`, with the
-same zero rule.
+And two smaller ones: `multi_ctas_counters`, TRT-LLM-gen's own counters (FlashInfer 0.7 takes them as a tensor of
+their own), under the same zero rule; and `fp8_output`, where a kernel that writes fp8 alone leaves a result that the
+engine wants in another dtype.
 """
 
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ FLOAT_BYTES = 4
 # Below this FlashInfer's own documentation does not go.
 MIN_NATIVE_BYTES = 128 * MIB
 MIN_TRTLLM_SCRATCH_BYTES = 120 * MIB
+# Fixed by FlashInfer's TRT-LLM-gen launcher: rows are rounded up to this, and a guard lies behind them.
+LSE_ROW_STEP = 256
+LSE_GUARD_BYTES = MIB
 # The planner aligns each array it places in the buffer.
 ALIGNMENT_SLACK_BYTES = MIB
 
@@ -46,6 +51,7 @@ class Workspaces:
     trtllm: torch.Tensor | None = None
     native: torch.Tensor | None = None
     multi_ctas_counters: torch.Tensor | None = None
+    fp8_output: torch.Tensor | None = None
 
     def reserve_trtllm(self, num_bytes: int) -> torch.Tensor:
         """The zeroed buffer of TRT-LLM-gen and XQA, `uint8 [num_bytes or more]`."""
@@ -61,6 +67,11 @@ class Workspaces:
         """The zeroed counters of TRT-LLM-gen, `uint8 [num_bytes or more]`."""
         self.multi_ctas_counters = self._reserve("TRT-LLM-gen counters", self.multi_ctas_counters, num_bytes)
         return self.multi_ctas_counters
+
+    def reserve_fp8_output(self, num_bytes: int) -> torch.Tensor:
+        """A result of `num_bytes` fp8 numbers on its way to another dtype, `uint8 [num_bytes or more]`."""
+        self.fp8_output = self._reserve("fp8 output", self.fp8_output, num_bytes)
+        return self.fp8_output
 
     def _reserve(self, name: str, buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor:
         if buffer is not None and buffer.numel() >= num_bytes:
@@ -101,16 +112,48 @@ def native_bytes(phase: Phase, layer: LayerParams, engine: EngineParams) -> int:
     return max(MIN_NATIVE_BYTES, needed + ALIGNMENT_SLACK_BYTES)
 
 
-def trtllm_bytes(layer: LayerParams, engine: EngineParams, num_rows: int) -> int:
-    """Bytes that a TRT-LLM-gen or XQA call needs: counters, softmax statistics, partial results.
+def trtllm_bytes(layer: LayerParams, engine: EngineParams, max_q_len: int) -> int:
+    """Bytes that TRT-LLM-gen and XQA calls need: counters, softmax statistics, partial results.
 
     Args:
-        layer: for its heads.
-        engine: for its multiprocessors: partial results are kept only while there are fewer requests and heads than
-            those, so that at most `GRID_WAVES` results a multiprocessor exist.
-        num_rows: most query tokens of a call.
+        layer: for its heads, and for whether it returns the log-sum-exp: only then there are softmax statistics.
+        engine: for its limits, and its multiprocessors: partial results are kept only while there are fewer requests
+            and heads than those, so that at most `GRID_WAVES` results a multiprocessor exist.
+        max_q_len: longest query of a call.
     """
-    statistics = 2 * FLOAT_BYTES * layer.num_qo_heads * num_rows
+    statistics = 0
+    if layer.returns_lse:
+        # Every request counts with the longest query, and more requests leave fewer tokens for that.
+        most = min(engine.max_batch_size, engine.max_num_tokens)
+        statistics = max(
+            lse_bytes(layer, batch_size, min(max_q_len, engine.max_num_tokens - batch_size + 1))
+            for batch_size in range(1, most + 1)
+        )
     group_rows = engine.max_decode_q_len * (layer.num_qo_heads // layer.num_kv_heads)
     partial = GRID_WAVES * engine.num_sms * -(-group_rows // 64) * 64 * (layer.head_dim + 2) * FLOAT_BYTES
     return COUNTER_BYTES + max(MIN_TRTLLM_SCRATCH_BYTES, statistics + partial + ALIGNMENT_SLACK_BYTES)
+
+
+def lse_bytes(layer: LayerParams, batch_size: int, max_q_len: int) -> int:
+    """Bytes of softmax statistics that TRT-LLM-gen takes off its workspace to give a log-sum-exp.
+
+    Two floats a query head and a row, each request with as many rows as the longest, rounded up, and a guard behind
+    them.
+    """
+    rows = batch_size * -(-max_q_len // LSE_ROW_STEP) * LSE_ROW_STEP
+    return 2 * FLOAT_BYTES * layer.num_qo_heads * rows + LSE_GUARD_BYTES
+
+
+def check_lse_room(workspace_bytes: int, layer: LayerParams, batch_size: int, max_q_len: int) -> None:
+    """Check that a call's softmax statistics fit its workspace.
+
+    Raises:
+        WorkspaceError: gives both numbers.
+    """
+    needed = lse_bytes(layer, batch_size, max_q_len)
+    if needed > workspace_bytes:
+        raise WorkspaceError(
+            f"the log-sum-exp of {batch_size} requests with queries of up to {max_q_len} tokens needs "
+            f"{needed / MIB:.0f} MiB of the TRT-LLM-gen workspace, which has {workspace_bytes / MIB:.0f} MiB; set up "
+            "the kernel for a layer with returns_lse, or lower the engine's batch limits."
+        )

@@ -63,8 +63,8 @@ class XQAKernel(AttentionKernel):
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         super().__init__(phase, layer, engine)
-        num_rows = engine.max_batch_size * engine.max_decode_q_len
-        self._workspace = workspaces(engine.device).reserve_trtllm(trtllm_bytes(layer, engine, num_rows))
+        num_bytes = trtllm_bytes(layer, engine, engine.max_decode_q_len)
+        self._workspace = workspaces(engine.device).reserve_trtllm(num_bytes)
         # Made up front: a mask built during a capture would belong to the graph, and its address must not change.
         self._uniform_masks = {
             (q_len, causal): pack_draft_mask(
@@ -136,10 +136,10 @@ class XQAKernel(AttentionKernel):
             seq_lens=plan.seq_lens,
             max_seq_len=plan.max_seq_len,
             bmm1_scale=trtllm_api.bmm1_scale(self.layer, inputs),
-            bmm2_scale=trtllm_api.bmm2_scale(self.layer, inputs),
+            bmm2_scale=trtllm_api.bmm2_scale(self.layer, inputs, out.dtype),
             window_left=self.layer.window_left,
             out=out[: plan.num_rows],
-            sinks=inputs.sinks,
+            sinks=trtllm_api.checked_sinks(self.layer, inputs),
             kv_layout="HND",
             q_len_per_req=plan.q_len,
             mask=plan.mask,

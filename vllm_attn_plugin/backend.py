@@ -1,5 +1,6 @@
 """The backend class: what vLLM asks before it hands a model to us."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf, max_decode_q
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_attn_plugin.kernels import (
+    NVFP4,
     EngineParams,
     LayerParams,
     NoKernelError,
@@ -17,6 +19,8 @@ from vllm_attn_plugin.kernels import (
     choose,
     find_toolchain,
 )
+from vllm_attn_plugin.kernels.kv_cache import NVFP4_BLOCK
+from vllm_attn_plugin.kernels.trtllm_gen import FP8, TrtllmGenKernel, takes_fp8_query
 from vllm_attn_plugin.settings import settings
 
 FP8_CACHE_DTYPES = {
@@ -24,7 +28,7 @@ FP8_CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES}
+CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES, "nvfp4": NVFP4}
 
 DEFAULT_PAGE_SIZE = 16  # where none was asked for: one that every kernel reads
 TRTLLM_GEN_MAJOR = 10  # compute capability 10.x, whose kernels read head-major pages alone
@@ -54,6 +58,29 @@ def cache_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype:
     return CACHE_DTYPES[name]
 
 
+def with_query_dtype(layer: LayerParams, compute_capability: tuple[int, int] | None) -> LayerParams:
+    """The layer as its kernels will see it: with an fp8 query where vLLM is to quantize that.
+
+    It is where TRT-LLM-gen serves both phases of an fp8 or NVFP4 cache, unless the user has other kernels forced or
+    the quantization off.
+    """
+    config = get_current_vllm_config_or_none()
+    asked = None if config is None else config.attention_config
+    if asked and (asked.disable_flashinfer_q_quantization or asked.use_trtllm_attention is False):
+        return layer
+    if not {settings().prefill_kernel, settings().decode_kernel} <= {None, TrtllmGenKernel.name}:
+        return layer
+    engine = EngineParams(
+        device=torch.device(current_platform.device_type),
+        page_size=16,  # the other sizes that vLLM may choose among ours are served alike
+        max_batch_size=1,
+        max_num_tokens=1,
+        max_seq_len=1,
+        compute_capability=compute_capability,
+    )
+    return replace(layer, q_dtype=FP8) if takes_fp8_query(layer, engine) else layer
+
+
 class AttnPluginBackend(AttentionBackend):
     """The CUSTOM attention backend."""
 
@@ -80,6 +107,17 @@ class AttnPluginBackend(AttentionBackend):
 
         return AttnPluginMetadataBuilder
 
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Lay an NVFP4 cache out: keys and values each have heads of their own, of packed numbers and block scales."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
+            return spec
+        return replace(
+            spec,
+            num_head_slots=2 * spec.num_kv_heads,
+            state_content_bytes=spec.head_size // 2 + spec.head_size // NVFP4_BLOCK,
+        )
+
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
         """Tokens a kernel page may have; a larger block is split where the sizes are listed one by one."""
@@ -91,6 +129,14 @@ class AttnPluginBackend(AttentionBackend):
         capability = current_platform.get_device_capability()
         is_trtllm_gen = capability is not None and capability.major == TRTLLM_GEN_MAJOR
         return tuple(layout for layout in LAYOUTS if not is_trtllm_gen or layout.name.endswith("HNC"))
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        """NVFP4 where TRT-LLM-gen reads it; the others everywhere, and the dispatch says which kernels take them."""
+        capability = current_platform.get_device_capability()
+        if kv_cache_dtype == "nvfp4" and (capability is None or capability.major != TRTLLM_GEN_MAJOR):
+            return False
+        return bool(super().supports_kv_cache_dtype(kv_cache_dtype))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -136,11 +182,13 @@ class AttnPluginBackend(AttentionBackend):
 def _explain(reason: str, configuration: dict[str, Any]) -> str:
     """Add to one of vLLM's reasons the value that it speaks of and what would be served."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in AttnPluginBackend.supported_dtypes)
+    caches = [name for name in AttnPluginBackend.supported_kv_cache_dtypes if name != "nvfp4"]
+    only = "needs a GPU of compute capability 10.x" if configuration["kv_cache_dtype"] == "nvfp4" else "not supported"
     details = {
         "dtype not supported": f"dtype {configuration['dtype']} not supported; use one of: {dtypes}",
         "head_size not supported": f"head_size {configuration['head_size']} not supported; it must be 1 or more",
-        "kv_cache_dtype not supported": f"kv_cache_dtype {configuration['kv_cache_dtype']!r} not supported; "
-        f"use one of: {', '.join(AttnPluginBackend.supported_kv_cache_dtypes)}",
+        "kv_cache_dtype not supported": f"kv_cache_dtype {configuration['kv_cache_dtype']!r} {only}; "
+        f"use one of: {', '.join(caches)}",
         "block_size not supported": f"block_size {configuration['block_size']} not supported; use a multiple of 16",
     }
     return details.get(reason, reason)
@@ -162,7 +210,7 @@ def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
 
 def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
     model = None if config is None else config.model_config
-    return LayerParams(
+    layer = LayerParams(
         num_qo_heads=1 if model is None else model.get_num_attention_heads(config.parallel_config),
         num_kv_heads=1 if model is None else model.get_num_kv_heads(config.parallel_config),
         head_dim=configuration["head_size"],
@@ -172,6 +220,8 @@ def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
         window_left=0 if configuration.get("has_sliding_window") else -1,
         has_sinks=configuration["has_sink"],
     )
+    capability = configuration["device_capability"]
+    return with_query_dtype(layer, None if capability is None else (capability.major, capability.minor))
 
 
 def _page_size(block_size: int | None) -> int:

@@ -1,13 +1,26 @@
 """One layer's attention. Everything was decided when the step was planned; this follows."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from vllm_attn_plugin.backend import cache_dtype
+from vllm_attn_plugin.backend import cache_dtype, with_query_dtype
 from vllm_attn_plugin.builder import AttnPluginMetadata
-from vllm_attn_plugin.kernels import KernelInputs, KVPages, LayerParams, split_kv_cache, write_kv, write_kv_on_gpu
+from vllm_attn_plugin.kernels import (
+    NVFP4,
+    KernelInputs,
+    KVPages,
+    LayerParams,
+    split_kv_cache,
+    split_nvfp4_cache,
+    write_kv,
+    write_kv_on_gpu,
+    write_nvfp4_on_gpu,
+)
 
 
 class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
@@ -50,7 +63,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         self._alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         # While a model is being built, torch's default dtype is the dtype of its weights and activations.
         model_dtype = torch.get_default_dtype()
-        self.params = LayerParams(
+        params = LayerParams(
             num_qo_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
@@ -63,6 +76,11 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
             has_sinks=sinks is not None,
             has_alibi=alibi_slopes is not None,
         )
+        capability = current_platform.get_device_capability()
+        self.params = with_query_dtype(params, None if capability is None else (capability.major, capability.minor))
+        # A name that vLLM reads: whether it quantizes the query before it hands it over.
+        self.supports_quant_query_input = self.params.q_dtype != model_dtype
+        self._o_scale: float | None = None
         self._source_sinks = sinks
         self._cache_and_pages: tuple[torch.Tensor, KVPages] | None = None
 
@@ -75,8 +93,19 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
     def _pages(self, kv_cache: torch.Tensor) -> KVPages:
         """The cache as pages; vLLM hands over the same tensor every time, so the views are made once."""
         if self._cache_and_pages is None or self._cache_and_pages[0] is not kv_cache:
-            self._cache_and_pages = (kv_cache, split_kv_cache(kv_cache, self.params.kv_dtype))
+            is_nvfp4 = self.params.kv_dtype == NVFP4
+            pages = split_nvfp4_cache(kv_cache) if is_nvfp4 else split_kv_cache(kv_cache, self.params.kv_dtype)
+            self._cache_and_pages = (kv_cache, pages)
         return self._cache_and_pages[1]
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether vLLM may fuse the next layer's quantization into the output: static fp8, or NVFP4.
+
+        TRT-LLM-gen does it over an fp8 query, so where vLLM quantizes that; of an NVFP4 cache it gives fp8 alone.
+        """
+        if not self.supports_quant_query_input:
+            return False
+        return bool(quant_key == kFp8StaticTensorSym or (quant_key == kNvfp4Dynamic and self.params.kv_dtype != NVFP4))
 
     def do_kv_cache_update(
         self,
@@ -88,6 +117,9 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
     ) -> None:
         """Write the step's keys and values; a profile run has no cache to write to."""
         if kv_cache.numel() == 0:
+            return
+        if self.params.kv_dtype == NVFP4:
+            write_nvfp4_on_gpu(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
             return
         pages = self._pages(kv_cache)
         if kv_cache.is_cuda:
@@ -113,24 +145,58 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
 
         Args:
             layer: vLLM's attention layer, for its scales.
-            query: `[num_tokens or more, num_heads, head_size]`.
+            query: `[num_tokens or more, num_heads, head_size]`; fp8 where `supports_quant_query_input` asked for it.
             key, value: unused: they are in the cache already.
-            kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, any layout; empty in a profile run.
+            kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, any layout, or an NVFP4 cache as
+                `customize_spec` lays it out; empty in a profile run.
             attn_metadata: the step's plans; None in a profile run. With none, or no cache yet, the output is zero.
-            output: written, the query's shape.
-            output_scale, output_block_scale: not served; vLLM fuses only what a backend says that it can.
+            output: written, the query's shape; half the head_size of a quantized NVFP4 output.
+            output_scale: scale of an output that vLLM's fusion quantizes, float32 of one element.
+            output_block_scale: written, the block scales of an NVFP4 output, see `KernelInputs.o_block_scales`.
         """
         del key, value
+        o_scale = 1.0
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("vllm-attn-plugin does not quantize its output; disable vLLM's attention fusion.")
+            o_scale = self._read_output_scale(output, output_scale, output_block_scale)
         if attn_metadata is None or kv_cache.numel() == 0:
             return output.zero_()
-        inputs = KernelInputs(layer._k_scale_float, layer._v_scale_float, self.sinks, self._alibi_slopes)
+        inputs = KernelInputs(
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            sinks=self.sinks,
+            alibi_slopes=self._alibi_slopes,
+            q_scale=layer._q_scale_float,
+            o_scale=o_scale,
+            o_block_scales=output_block_scale,
+        )
         plans = attn_metadata.plans[self.params]
         pages = self._pages(kv_cache)
         for phase in (plans.decode, plans.prefill):
             if phase is not None:
+                if output_block_scale is not None:
+                    inputs = replace(inputs, o_first_row=phase.rows.start)
                 phase.kernel.run(phase.plan, query[phase.rows], pages, output[phase.rows], inputs)
         if len(output) > attn_metadata.num_rows:
             output[attn_metadata.num_rows :].zero_()
         return output
+
+    def _read_output_scale(
+        self, output: torch.Tensor, scale: torch.Tensor | None, block_scale: torch.Tensor | None
+    ) -> float:
+        """The scale as the number that the kernels take; read once, in the profile run, since that waits for the GPU.
+
+        Raises:
+            NotImplementedError: an output that `fused_output_quant_supported` did not offer.
+        """
+        wants_blocks = output.dtype == torch.uint8
+        is_offered = self.fused_output_quant_supported(kNvfp4Dynamic if wants_blocks else kFp8StaticTensorSym)
+        is_whole = scale is not None and wants_blocks == (block_scale is not None)
+        if not is_offered or not is_whole or output.dtype not in (torch.uint8, torch.float8_e4m3fn):
+            raise NotImplementedError(
+                f"vllm-attn-plugin cannot quantize its output to {output.dtype} here (query {self.params.q_dtype}, KV "
+                f"cache {self.params.kv_dtype}); disable vLLM's attention fusion."
+            )
+        if self._o_scale is None:
+            assert scale is not None
+            self._o_scale = float(scale.item())
+        return self._o_scale

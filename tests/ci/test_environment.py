@@ -212,6 +212,50 @@ def test_torch_cpu_build():
     cpu_env.check_torch("2.13.0+cpu None")
 
 
+class FakeVenv:
+    """Notes what pip is asked for and answers the questions of a good environment."""
+
+    def __init__(self):
+        self.installed = []
+        self.queries = []
+
+    def pip(self, _title, *arguments, **_):
+        self.installed.append(arguments)
+
+    def query(self, code):
+        self.queries.append(code)
+        return "2.13.0+cpu None" if "version" in code else "cpu"
+
+
+def test_flashinfer_comes_without_its_own_dependencies(capfd):
+    """They are several GB of CUDA; what its Python imports is named one by one, beside the torch that is there."""
+    environment = FakeVenv()
+    cpu_env.install(environment)
+    (alone,) = [
+        arguments for arguments in environment.installed if f"flashinfer-python=={cpu_env.FLASHINFER}" in arguments
+    ]
+    assert alone == ("install", "--no-deps", f"flashinfer-python=={cpu_env.FLASHINFER}")
+    (needs,) = [arguments for arguments in environment.installed if "einops" in arguments]
+    assert needs[1] == f"torch=={cpu_env.TORCH}"
+    assert environment.installed[-1][0] == "uninstall"
+    assert any("import flashinfer" in code for code in environment.queries)
+
+
+def test_contract_tests_describe_the_flashinfer_that_is_installed():
+    assert importlib.metadata.version("flashinfer-python") == cpu_env.FLASHINFER
+
+
+def test_flashinfer_imports_nothing_that_is_not_named():
+    """In a process of its own, with the packages that only its full list of dependencies would bring hidden."""
+    hidden = ("cuda", "cutlass", "cudnn", "nccl", "tilelang", "flashinfer_cubin")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden!r}))\n"
+        "import flashinfer.decode, flashinfer.prefill, flashinfer.xqa, torch; print(torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False"], done.stderr
+
+
 def test_torch_without_its_gpu():
     gpu_env.check_cuda("2.13.0 13.0 True")
     with pytest.raises(UserError, match=r"torch 2.13.0 \(built for CUDA 13.0\) cannot use the GPU .* DEVICE=cpu"):

@@ -1,10 +1,11 @@
 """Writing keys and values into pages of any layout, and viewing them without a copy."""
 
+import nvfp4
 import pytest
 import torch
 from paged_cases import FP8, LAYOUTS, NAN_BYTE, cache_bytes, make_layer, poisoned_cache
 
-from vllm_attn_plugin.kernels import KVPages, split_kv_cache, write_kv
+from vllm_attn_plugin.kernels import KVPages, split_kv_cache, split_nvfp4_cache, write_kv
 from vllm_attn_plugin.kernels.kv_cache import canonical_strides, gather_pages
 
 NUM_PAGES, PAGE_SIZE, HEADS, HEAD_DIM = 6, 16, 3, 8
@@ -214,3 +215,63 @@ def test_fp8_cache_is_viewed_from_its_own_dtype_or_from_bytes() -> None:
         pages = split_kv_cache(kv_cache, torch.float8_e5m2)
         assert isinstance(pages, KVPages)
         assert (pages.v.view(torch.uint8) == NAN_BYTE).all()
+
+
+def nvfp4_cache(num_pages: int = 3, heads: int = 2, page_size: int = 16, head_dim: int = 64) -> torch.Tensor:
+    return torch.zeros(num_pages, 2 * heads, page_size, head_dim // 2 + head_dim // 16, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_nvfp4_numbers_come_back_through_the_views(heads: int, head_dim: int, page_size: int) -> None:
+    """Encode by the definition, store through the views, and decode what lies there: only NVFP4's own rounding."""
+    cache = nvfp4_cache(3, heads, page_size, head_dim)
+    pages = split_nvfp4_cache(cache)
+    numbers = torch.randn(2, 3, heads, page_size, head_dim, generator=torch.Generator().manual_seed(0))
+    encoded = [nvfp4.quantize(side) for side in numbers]
+    for side, (packed, scales) in enumerate(encoded):
+        pages[side].copy_(packed)
+        stored = nvfp4.interleave_tokens(scales) if side == 1 else scales
+        pages.scales[side].view(torch.uint8).copy_(stored.view(torch.uint8))
+    assert cache.untyped_storage().data_ptr() == pages.k.untyped_storage().data_ptr()
+    for side, original in enumerate(numbers):
+        scales = nvfp4.separate_tokens(pages.scales[side]) if side == 1 else pages.scales[side]
+        decoded = nvfp4.dequantize(pages[side], scales)
+        assert torch.equal(decoded, nvfp4.dequantize(*encoded[side]))
+        largest = original.unflatten(-1, (-1, 16)).abs().amax(-1).repeat_interleave(16, dim=-1)
+        assert ((decoded - original).abs() <= largest * (1 / 6 + 2**-4)).all()
+
+
+def test_nvfp4_views_cover_every_byte_once() -> None:
+    cache = nvfp4_cache()
+    pages = split_nvfp4_cache(cache)
+    for part in (*pages, *(scales.view(torch.uint8) for scales in pages.scales)):
+        part.add_(1)
+    assert (cache == 1).all()
+
+
+def test_nvfp4_pages_may_lie_apart() -> None:
+    """Several layers inside a block: only the first dimension's stride is free."""
+    whole = torch.zeros(3, 2, 4, 16, 36, dtype=torch.uint8)
+    pages = split_nvfp4_cache(whole[:, 1])
+    assert pages.k.stride(0) == pages.scales.v.stride(0) == 2 * 4 * 16 * 36
+    pages.k.fill_(1)
+    assert not whole[:, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "message"),
+    [
+        (nvfp4_cache().view(torch.int8), r"kv_cache is torch\.int8; an NVFP4 cache is torch\.uint8"),
+        (nvfp4_cache()[:, :3], r"shape \[3, 3, 16, 36\]; expected \[num_pages, 2 \* num_kv_heads"),
+        (nvfp4_cache()[..., :35], r"shape \[3, 4, 16, 35\]; expected .*head_dim / 2 \+ head_dim / 16\]"),
+        (nvfp4_cache()[0], r"shape \[4, 16, 36\]"),
+        (nvfp4_cache().transpose(1, 2).contiguous().transpose(1, 2), "must be dense and head-major: set VLLM_KV_CACHE"),
+        (torch.zeros(3, 4, 16, 72, dtype=torch.uint8)[..., ::2], "must be dense and head-major"),
+    ],
+    ids=["dtype", "heads", "width", "rank", "token_major", "last_stride"],
+)
+def test_nvfp4_cache_that_cannot_be_read_is_refused(kv_cache: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_nvfp4_cache(kv_cache)

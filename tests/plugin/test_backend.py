@@ -9,6 +9,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm_doubles import engine_config
 
 from vllm_attn_plugin import backend
 from vllm_attn_plugin.backend import AttnPluginBackend
@@ -78,7 +79,8 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"block_size": 100}, "block_size 100 not supported; use a multiple of 16"),
         (
             {"kv_cache_dtype": "nvfp4"},
-            "kv_cache_dtype 'nvfp4' not supported; use one of: auto, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2",
+            "kv_cache_dtype 'nvfp4' needs a GPU of compute capability 10.x; use one of: auto, float16, bfloat16, fp8, "
+            "fp8_e4m3, fp8_e5m2",
         ),
     ],
     ids=["dtype", "head_size", "block_size_8", "block_size_100", "kv_cache_dtype"],
@@ -171,22 +173,6 @@ def test_both_phases_are_refused_before_anything_is_compiled(monkeypatch: pytest
     assert all("flashinfer-python is not installed, install vllm-attn-plugin[gpu]" in reason for reason in found)
 
 
-def config(**changes: Any) -> Any:
-    """What validation reads of the engine's configuration."""
-    speculation = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            get_num_attention_heads=lambda parallel: 32 // parallel.tensor_parallel_size,
-            get_num_kv_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        scheduler_config=SimpleNamespace(max_num_seqs=64),
-        attention_config=SimpleNamespace(use_trtllm_attention=changes.get("use_trtllm")),
-        speculative_config=speculation if changes.get("speculation") else None,
-        use_v2_model_runner=True,
-    )
-
-
 @pytest.mark.usefixtures("on_cuda")
 def test_what_the_engine_fixes_reaches_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[LayerParams, EngineParams]] = []
@@ -195,7 +181,9 @@ def test_what_the_engine_fixes_reaches_the_dispatch(monkeypatch: pytest.MonkeyPa
         asked.append((layer, engine))
 
     monkeypatch.setattr(backend, "choose", record)
-    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config(use_trtllm=False, speculation=True))
+    monkeypatch.setattr(
+        backend, "get_current_vllm_config_or_none", lambda: engine_config(use_trtllm=False, speculation=True)
+    )
     assert reasons(dtype=torch.bfloat16, block_size=128, device_capability=DeviceCapability(9, 0)) == []
     assert len(asked) == 2
     for layer, engine in asked:
@@ -205,7 +193,7 @@ def test_what_the_engine_fixes_reaches_the_dispatch(monkeypatch: pytest.MonkeyPa
 
 
 def test_use_trtllm_attention_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config(use_trtllm=True))
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: engine_config(use_trtllm=True))
     (reason,) = reasons()
     assert reason == (
         "use_trtllm_attention=True asks for a TensorRT-LLM decode kernel, and there is none for a CPU; "

@@ -51,9 +51,9 @@ def test_cache_dtypes(name: str, dtype: torch.dtype) -> None:
 
 def test_unknown_cache_dtype_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"^kv_cache_dtype 'nvfp4' not supported; use auto or one of: float16, .*fp8_e5m2$"
+        ValueError, match=r"^kv_cache_dtype 'nvfp4_4over6' not supported; use auto or one of: float16, .*, nvfp4$"
     ):
-        construct(kv_cache_dtype="nvfp4")
+        construct(kv_cache_dtype="nvfp4_4over6")
 
 
 def test_unknown_options_are_refused_by_name() -> None:
@@ -73,7 +73,7 @@ def test_other_than_decoders_are_refused(kind: AttentionType) -> None:
 @pytest.mark.parametrize("scale", ["output_scale", "output_block_scale"])
 def test_quantized_output_is_refused(scale: str) -> None:
     layer = make_layer_double(CASE)
-    with pytest.raises(NotImplementedError, match="does not quantize its output; disable vLLM's attention fusion"):
+    with pytest.raises(NotImplementedError, match=r"cannot quantize its output to .*float32 here .*disable vLLM's"):
         layer.impl.forward(layer, CASE.q, CASE.q, CASE.q, CASE.kv_cache, None, CASE.q.clone(), **{scale: torch.ones(1)})
     assert not layer.impl.fused_output_quant_supported(None)
 
