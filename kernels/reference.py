@@ -318,7 +318,7 @@ def _run_tile_heads(
     gathered = gather_pages(kv_pages, tile.page_ids)
     # A weight of 0 does not silence a NaN.
     gathered.view(layer.num_kv_heads, num_blocks * num_keys, -1).index_fill_(1, tile.absent, 0)
-    keys, values = gathered.split(layer.head_dim, dim=-1)
+    keys, values = gathered[..., : layer.head_dim], gathered[..., layer.head_dim :]
     result, log_sum = _attend(scaled, keys, values, tile, layer, inputs, lse is not None)
     result = result.view(layer.num_kv_heads, num_blocks, group, num_rows, layer.head_dim)
     if inputs.v_scale != 1:
