@@ -20,8 +20,8 @@ from typing import Any
 from tabulate import tabulate  # type: ignore[import-untyped]
 
 from ci import models
-from ci.accuracy.machine import Machine, this_machine, versions
 from ci.console import UserError, run_main, say, step
+from ci.machine import Machine, this_machine, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 CANDIDATE, BASELINE = "CUSTOM", "CPU_ATTN"

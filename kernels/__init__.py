@@ -1,6 +1,6 @@
 """Paged attention kernels, one family a file, behind one interface; nothing here imports an engine."""
 
-from vllm_attn_plugin.kernels.dispatch import KernelChoice, NoKernelError, choose
+from vllm_attn_plugin.kernels.dispatch import BySize, KernelChoice, NoKernelError, choose, summary
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -19,10 +19,12 @@ from vllm_attn_plugin.kernels.kv_cache import (
     write_kv_on_gpu,
     write_nvfp4_on_gpu,
 )
+from vllm_attn_plugin.kernels.toolchain import Toolchain, find_toolchain
 
 __all__ = [
     "NVFP4",
     "AttentionKernel",
+    "BySize",
     "EngineParams",
     "GraphSupport",
     "KVPages",
@@ -32,9 +34,12 @@ __all__ = [
     "NVFP4Pages",
     "NoKernelError",
     "Phase",
+    "Toolchain",
     "choose",
+    "find_toolchain",
     "split_kv_cache",
     "split_nvfp4_cache",
+    "summary",
     "write_kv",
     "write_kv_on_gpu",
     "write_nvfp4_on_gpu",

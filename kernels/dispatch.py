@@ -1,14 +1,20 @@
-"""The choice of a kernel: one order a kind of device, reasons where no kernel fits, never a silent fallback.
+"""The choice of kernels: one rule a GPU family, reasons where no kernel fits, never a silent fallback.
 
-The choice is made when a layer is set up and holds for the engine's life, so that a captured graph and its replays
-always run the same kernel.
+The choice is made when a layer is set up. Where two kernels share a phase the size of the batch decides between them,
+by a limit that is fixed then as well: a captured graph and its replays have the same padded size, and so the same
+kernel.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from vllm_attn_plugin.kernels.flashinfer_native import FA2Kernel, FA3Kernel
 from vllm_attn_plugin.kernels.flashinfer_sinks import SinkKernel
 from vllm_attn_plugin.kernels.interface import AttentionKernel, EngineParams, LayerParams, Phase
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES
+from vllm_attn_plugin.kernels.reasons import describe, when
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel
 from vllm_attn_plugin.kernels.xqa import XQAKernel
@@ -16,60 +22,232 @@ from vllm_attn_plugin.kernels.xqa import XQAKernel
 KERNELS: dict[str, type[AttentionKernel]] = {
     kernel.name: kernel for kernel in (TrtllmGenKernel, XQAKernel, FA3Kernel, FA2Kernel, SinkKernel, ReferenceKernel)
 }
+TRTLLM_KERNELS = (TrtllmGenKernel, XQAKernel)
+
+# On an H200, bfloat16 and 32 heads over 8 of size 128: 16 requests of 256 tokens take XQA 8.4 us and fa2 13.1,
+# 32 of 8192 tokens take XQA 288 us and fa2 255. With an fp8 cache XQA was the faster at every size.
+XQA_MAX_BATCH_SIZE = 32
 
 
 class NoKernelError(ValueError):
-    """No kernel can serve a layer; the message gives every kernel tried and its reasons."""
+    """No kernel can serve a layer; the message is one sentence with every kernel tried, its reasons and the remedy."""
+
+
+class Candidate(NamedTuple):
+    """A kernel to try for batches of up to `max_batch_size` requests; for any that is left where that is None."""
+
+    kernel: type[AttentionKernel]
+    max_batch_size: int | None = None
+
+
+def _any_size(*kernels: type[AttentionKernel]) -> tuple[Candidate, ...]:
+    return tuple(Candidate(kernel) for kernel in kernels)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a GPU family is served by, best first. A kernel that refuses a layer falls out.
+
+    Attributes:
+        prefill: for prefill.
+        decode: for decode with a 16-bit cache.
+        decode_fp8: for decode with an fp8 cache.
+    """
+
+    prefill: tuple[Candidate, ...]
+    decode: tuple[Candidate, ...]
+    decode_fp8: tuple[Candidate, ...]
+
+
+# By the major number of the compute capability; any other GPU is served as the first.
+RULES = {
+    8: Rule(
+        prefill=_any_size(FA2Kernel, SinkKernel),
+        decode=_any_size(FA2Kernel, SinkKernel),
+        decode_fp8=_any_size(FA2Kernel, SinkKernel),
+    ),
+    9: Rule(
+        prefill=_any_size(FA3Kernel, FA2Kernel, SinkKernel),
+        # XQA again after fa2: where that refuses, it serves every size.
+        decode=(Candidate(XQAKernel, XQA_MAX_BATCH_SIZE), *_any_size(FA2Kernel, XQAKernel, SinkKernel)),
+        decode_fp8=_any_size(XQAKernel, FA2Kernel, SinkKernel),
+    ),
+    10: Rule(
+        prefill=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
+        decode=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
+        decode_fp8=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
+    ),
+    12: Rule(
+        prefill=_any_size(FA2Kernel, SinkKernel),
+        decode=_any_size(XQAKernel, FA2Kernel, SinkKernel),
+        decode_fp8=_any_size(XQAKernel, FA2Kernel, SinkKernel),
+    ),
+}
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class BySize(Generic[Item]):
+    """One of several by the batch's size: items `[xqa, fa2]` with limits `[32]` are xqa up to 32 requests, fa2 above.
+
+    Attributes:
+        items: at least one.
+        limits: the largest batch of each but the last, rising.
+    """
+
+    items: tuple[Item, ...]
+    limits: tuple[int, ...] = ()
+
+    def pick(self, batch_size: int) -> Item:
+        """The item for batches of this size."""
+        return self.items[bisect_left(self.limits, batch_size)]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.items)
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel and, in words, why it was chosen."""
+    """The kernels of one phase for one kind of layer.
 
-    kernel: type[AttentionKernel]
-    reason: str
-
-
-def preference(phase: Phase, engine: EngineParams) -> list[type[AttentionKernel]]:
-    """Kernels to try on this device, best first.
-
-    A GPU is never served by the reference unless it is asked for: it would be slow without saying why.
+    Attributes:
+        kernels: by the batch's size, padded requests included.
+        reason: why, in words, where it is not that they are the first that can serve.
     """
-    if engine.compute_capability is None:
-        return [ReferenceKernel]
-    if phase is Phase.PREFILL:
-        return [TrtllmGenKernel, FA3Kernel, FA2Kernel, SinkKernel]
-    return [TrtllmGenKernel, XQAKernel, FA2Kernel, SinkKernel]
+
+    kernels: BySize[type[AttentionKernel]]
+    reason: str | None = None
+
+    def set_up(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> BySize[AttentionKernel]:
+        """Set each kernel up."""
+        return BySize(tuple(kernel(phase, layer, engine) for kernel in self.kernels), self.kernels.limits)
+
+    def __str__(self) -> str:
+        """The kernels as the log names them: `xqa up to 32 requests, flashinfer-fa2 above`."""
+        *first, last = (kernel.name for kernel in self.kernels)
+        limited = [f"{name} up to {limit} requests" for name, limit in zip(first, self.kernels.limits, strict=True)]
+        return ", ".join([*limited, f"{last} above" if limited else last])
 
 
 def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str | None = None) -> KernelChoice:
-    """Choose the kernel that serves one kind of layer in one phase.
+    """Choose the kernels that serve one kind of layer in one phase.
 
     Args:
         phase: prefill or decode.
         layer: what the layer asks for.
         engine: what is fixed for the engine.
-        forced: a kernel's name; no other is then tried.
+        forced: a kernel's name; no other is then tried, and it serves every size.
 
     Raises:
         NoKernelError: none can serve, with the reasons of each.
     """
-    if forced is not None and forced not in KERNELS:
-        known = ", ".join(sorted(KERNELS))
-        raise NoKernelError(f"there is no {phase.value} kernel {forced!r}; the kernels are: {known}.")
-    candidates = preference(phase, engine) if forced is None else [KERNELS[forced]]
-    refused: list[str] = []
-    for kernel in candidates:
-        reasons = kernel.reasons_against(phase, layer, engine)
-        if not reasons:
-            why = f"{forced} was asked for" if forced else f"first choice on {describe(engine)} that can serve it"
-            return KernelChoice(kernel, why)
-        refused.append(f"{kernel.name}: {'; '.join(reasons)}")
-    raise NoKernelError(f"no {phase.value} kernel can serve this layer. {'. '.join(refused)}.")
+    candidates, reason = _candidates(phase, layer, engine, forced)
+    reasons = {
+        kernel: kernel.reasons_against(phase, layer, engine) for kernel in dict.fromkeys(c[0] for c in candidates)
+    }
+    kernels: list[type[AttentionKernel]] = []
+    limits: list[int] = []
+    for kernel, max_batch_size in candidates:
+        if reasons[kernel]:
+            continue
+        if kernel in kernels[-1:]:  # what stood between refused, so that it goes on
+            limits.pop()
+        else:
+            kernels.append(kernel)
+        if max_batch_size is None or max_batch_size >= engine.max_batch_size:
+            return KernelChoice(BySize(tuple(kernels), tuple(limits)), reason)
+        limits.append(max_batch_size)
+    raise NoKernelError(
+        f"no {phase.value} kernel can serve this layer: {_refusals(reasons)}; {_remedy(phase, layer, engine, forced)}."
+    )
 
 
-def describe(engine: EngineParams) -> str:
-    """The device, as a user knows it."""
+def _candidates(
+    phase: Phase, layer: LayerParams, engine: EngineParams, forced: str | None
+) -> tuple[tuple[Candidate, ...], str | None]:
+    """The kernels to try, best first, and why those where it is not this device's rule alone."""
+    rule = preference(phase, layer, engine)
+    of_trtllm = tuple(candidate for candidate in rule if candidate.kernel in TRTLLM_KERNELS)
+    # As in vLLM, the setting asks for what exists: no GPU but SM100's has such a prefill kernel.
+    must_be_trtllm = engine.use_trtllm is True and (phase is Phase.DECODE or bool(of_trtllm))
+    if forced is not None:
+        _check_forced(phase, forced, must_be_trtllm, engine)
+        return (Candidate(KERNELS[forced]),), f"{forced} was asked for"
+    if must_be_trtllm:
+        if not of_trtllm:
+            raise NoKernelError(
+                f"use_trtllm_attention=True asks for a TensorRT-LLM {phase.value} kernel, and there is none for "
+                f"{describe(engine)}; leave use_trtllm_attention unset."
+            )
+        return of_trtllm, "use_trtllm_attention=True"
+    if engine.use_trtllm is False and of_trtllm:
+        return tuple(c for c in rule if c not in of_trtllm), "use_trtllm_attention=False"
+    if engine.use_trtllm is True:
+        return rule, f"use_trtllm_attention=True, but TensorRT-LLM has no prefill kernel for {describe(engine)}"
+    return rule, None
+
+
+def preference(phase: Phase, layer: LayerParams, engine: EngineParams) -> tuple[Candidate, ...]:
+    """This device's rule for the phase and the layer's cache.
+
+    A GPU is never served by the reference unless it is asked for: it would be slow without saying why.
+    """
     if engine.compute_capability is None:
-        return f"a {engine.device.type.upper()}" if engine.device.type == "cpu" else f"a {engine.device.type} device"
-    return "an SM{}{} GPU".format(*engine.compute_capability)
+        return _any_size(ReferenceKernel)
+    rule = RULES.get(engine.compute_capability[0], RULES[8])
+    if phase is Phase.PREFILL:
+        return rule.prefill
+    return rule.decode_fp8 if layer.kv_dtype in FP8_DTYPES else rule.decode
+
+
+def _check_forced(phase: Phase, forced: str, must_be_trtllm: bool, engine: EngineParams) -> None:
+    """Refuse a forced kernel that does not exist, or that vLLM's own setting excludes."""
+    if forced not in KERNELS:
+        raise NoKernelError(
+            f"there is no {phase.value} kernel {forced!r}; the kernels are: {', '.join(sorted(KERNELS))}."
+        )
+    is_trtllm = KERNELS[forced] in TRTLLM_KERNELS
+    if (must_be_trtllm and not is_trtllm) or (engine.use_trtllm is False and is_trtllm):
+        raise NoKernelError(
+            f"{_setting(phase)}={forced} contradicts use_trtllm_attention={engine.use_trtllm}, which "
+            f"{'excludes' if is_trtllm else 'leaves only'} {' and '.join(k.name for k in TRTLLM_KERNELS)}; "
+            "unset one of the two."
+        )
+
+
+def _setting(phase: Phase) -> str:
+    """The variable that forces a phase's kernel."""
+    return f"VLLM_ATTN_PLUGIN_{phase.name}_KERNEL"
+
+
+def _refusals(reasons: dict[type[AttentionKernel], list[str]]) -> str:
+    """Every kernel with its reasons; kernels with the same ones together."""
+    names: dict[str, list[str]] = {}
+    for kernel, its_reasons in reasons.items():
+        names.setdefault("; ".join(its_reasons), []).append(kernel.name)
+    return ", ".join(f"{' and '.join(group)} ({why})" for why, group in names.items())
+
+
+def _remedy(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str | None) -> str:
+    if forced is not None:
+        return f"unset {_setting(phase)} or set it to auto"
+    is_gpu = engine.compute_capability is not None
+    remedies = [
+        *when(is_gpu and engine.use_trtllm is not None, "leave use_trtllm_attention unset"),
+        "change what a kernel refuses",
+        "serve this model with another --attention-backend",
+    ]
+    if is_gpu and not engine.use_trtllm and not ReferenceKernel.reasons_against(phase, layer, engine):
+        remedies.append(f"set {_setting(phase)}=reference, which is slow")
+    *first, last = remedies
+    return f"{', '.join(first)} or {last}"
+
+
+def summary(prefill: KernelChoice, decode: KernelChoice, engine: EngineParams) -> str:
+    """Both phases' kernels and why, for the log."""
+    is_one = len(prefill.kernels.items) == len(decode.kernels.items) == 1
+    rule = f"first choice{'' if is_one else 's'} on {describe(engine)} that can serve it"
+    reasons = [choice.reason or rule for choice in (prefill, decode)]
+    why = reasons[0] if reasons[0] == reasons[1] else f"prefill: {reasons[0]}; decode: {reasons[1]}"
+    return f"prefill={prefill}, decode={decode} ({why})"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from vllm_attn_plugin.kernels import reasons
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -21,7 +22,7 @@ from vllm_attn_plugin.kernels.interface import (
 )
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
 from vllm_attn_plugin.kernels.workspace import native_bytes, workspaces
-from vllm_attn_plugin.metadata import PagedBatch
+from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
@@ -69,43 +70,53 @@ class NativeKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        reasons = []
-        if engine.compute_capability is None or engine.compute_capability < SM80:
-            reasons.append(f"needs an NVIDIA GPU of compute capability 8.0 or newer, this is {_describe(engine)}")
-        if layer.head_dim not in HEAD_DIMS:
-            reasons.append(f"head_dim {layer.head_dim} is none of {HEAD_DIMS}")
-        if engine.page_size not in PAGE_SIZES:
-            reasons.append(f"page size {engine.page_size} is none of {PAGE_SIZES}")
-        if layer.q_dtype not in HALF_DTYPES:
-            reasons.append(f"query dtype {layer.q_dtype} is neither float16 nor bfloat16")
-        if layer.kv_dtype not in (layer.q_dtype, *FP8_DTYPES):
-            reasons.append(f"KV cache dtype {layer.kv_dtype} is neither the query's {layer.q_dtype} nor fp8")
-        if layer.has_sinks and not cls.serves_sinks:
-            reasons.append("FlashInfer accepts attention sinks here and ignores them")
-        if layer.has_alibi:
-            reasons.append("ALiBi slopes other than its own are not supported")
-        if phase is Phase.DECODE and engine.max_decode_q_len > 1:
-            reasons.append(
-                "it plans from host lengths, which speculative decoding only bounds "
-                f"(queries of up to {engine.max_decode_q_len} tokens)"
-            )
-        return reasons
+        found = cls.limits(phase, layer, engine)
+        return found or engine.toolchain.reasons_against(cls.modules(layer))
+
+    @classmethod
+    def limits(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """The reasons against a layer that lie in the kernel, whatever code is on the machine."""
+        return [
+            *reasons.capability_from(engine, SM80),
+            *reasons.none_of("head_dim", layer.head_dim, HEAD_DIMS),
+            *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
+            *reasons.dtypes(layer, HALF_DTYPES, FP8_DTYPES),
+            *reasons.when(
+                layer.has_sinks and not cls.serves_sinks, "FlashInfer accepts attention sinks here and ignores them"
+            ),
+            *reasons.alibi(layer),
+            *reasons.when(
+                phase is Phase.DECODE and engine.max_decode_q_len > 1,
+                "it plans from host lengths, which speculative decoding only bounds, "
+                f"and queries have up to {engine.max_decode_q_len} tokens",
+            ),
+        ]
+
+    @classmethod
+    def modules(cls, layer: LayerParams) -> tuple[tuple[str, ...], ...]:
+        """FlashInfer's module for the layer, by its names in different versions, see `Toolchain.reasons_against`."""
+        q, kv = reasons.DTYPE_NAMES[layer.q_dtype], reasons.DTYPE_NAMES[layer.kv_dtype]
+        name = (
+            f"batch_prefill_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32"
+            f"_head_dim_qk_{layer.head_dim}_head_dim_vo_{layer.head_dim}_posenc_0"
+            f"_use_swa_{layer.window_left >= 0}_use_logits_cap_{layer.logits_soft_cap > 0}_f16qk_False"
+        )
+        return ((f"{name}_sm90",) if cls.backend == "fa3" else (f"{name}_kv_stride_equal", name),)
 
     def plan(self, batch: PagedBatch) -> NativePlan:
         """Plan a step from the batch's host arrays; copies are pinned and asynchronous."""
         check_window(batch, self.layer)
         self._plan_copied.synchronize()
-        is_single_token = self.phase is Phase.DECODE and batch.max_q_len == 1 and batch.causal
-        if (
-            is_single_token
-            and batch.batch_size in self.engine.decode_graph_sizes
-            and batch.num_rows >= batch.batch_size
-        ):
-            plan = self._plan_graph_decode(batch)
-        else:
-            plan = self._plan_any(batch)
+        buffers = self._graph_buffers(batch)
+        plan = self._plan_any(batch) if buffers is None else self._plan_graph_decode(batch, buffers)
         self._plan_copied.record()
         return plan
+
+    def _graph_buffers(self, batch: PagedBatch) -> PageListBuffers | None:
+        """Where a graph of this step reads its page lists; None for a step that no graph may hold."""
+        is_single_token = self.phase is Phase.DECODE and batch.max_q_len == 1 and batch.causal
+        has_graph = batch.batch_size in self.engine.decode_graph_sizes and batch.num_rows >= batch.batch_size
+        return batch.page_list_buffers if is_single_token and has_graph else None
 
     def _plan_any(self, batch: PagedBatch) -> NativePlan:
         self._wrapper.plan(
@@ -118,11 +129,11 @@ class NativeKernel(AttentionKernel):
         )
         return NativePlan(self._wrapper, batch.num_qo_tokens)
 
-    def _plan_graph_decode(self, batch: PagedBatch) -> NativePlan:
+    def _plan_graph_decode(self, batch: PagedBatch, buffers: PageListBuffers) -> NativePlan:
         """Plan a decode step that a graph may hold: every request, padded or not, has a row."""
         wrapper = self._graph_wrappers.get(batch.batch_size)
         if wrapper is None:
-            wrapper = self._graph_wrappers[batch.batch_size] = self._make_graph_wrapper(batch)
+            wrapper = self._graph_wrappers[batch.batch_size] = self._make_graph_wrapper(batch.batch_size, buffers)
         wrapper.plan(
             indptr=batch.paged_kv_indptr_cpu.pin_memory(),
             last_page_len=batch.paged_kv_last_page_len_cpu.pin_memory(),
@@ -147,20 +158,18 @@ class NativeKernel(AttentionKernel):
             "o_data_type": self.layer.q_dtype,
         }
 
-    def _make_graph_wrapper(self, batch: PagedBatch) -> Any:
+    def _make_graph_wrapper(self, batch_size: int, buffers: PageListBuffers) -> Any:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        # The batch's lists are views of buffers that stay for the engine's life; the graph reads them there.
-        indices = batch.paged_kv_indices
-        whole = torch.empty(0, dtype=torch.int32, device=indices.device).set_(indices.untyped_storage())
+        # They stay for the engine's life; the graph reads them there.
         return BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=batch.paged_kv_indptr,
-            paged_kv_indices_buffer=whole,
-            paged_kv_last_page_len_buffer=batch.paged_kv_last_page_len,
+            paged_kv_indptr_buffer=buffers.indptr[: batch_size + 1],
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page_lens[:batch_size],
             backend=self.backend,
         )
 
@@ -202,17 +211,11 @@ class FA3Kernel(NativeKernel):
     backend = "fa3"
 
     @classmethod
-    def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
-        """See `AttentionKernel.reasons_against`."""
-        reasons = super().reasons_against(phase, layer, engine)
-        if engine.compute_capability is not None and engine.compute_capability != SM90:
-            reasons.append(f"needs compute capability 9.0, this is {_describe(engine)}")
-        if layer.kv_dtype in FP8_DTYPES:
-            reasons.append("an fp8 KV cache needs an fp8 query here")
-        return reasons
-
-
-def _describe(engine: EngineParams) -> str:
-    if engine.compute_capability is None:
-        return f"a {engine.device.type} device"
-    return "{}.{}".format(*engine.compute_capability)
+    def limits(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """See `NativeKernel.limits`."""
+        is_fp8 = layer.kv_dtype in FP8_DTYPES
+        return [
+            *super().limits(phase, layer, engine),
+            *reasons.capability(engine, (SM90,)),
+            *reasons.when(is_fp8, f"its query must be of the cache's {layer.kv_dtype}, this is {layer.q_dtype}"),
+        ]

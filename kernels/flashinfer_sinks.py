@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from vllm_attn_plugin.kernels import reasons
 from vllm_attn_plugin.kernels.flashinfer_native import SM90, NativeKernel
 from vllm_attn_plugin.kernels.interface import EngineParams, GraphSupport, KernelInputs, LayerParams, Phase
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
@@ -25,14 +26,18 @@ class SinkKernel(NativeKernel):
         super().__init__(phase, layer, engine)
 
     @classmethod
-    def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
-        """See `AttentionKernel.reasons_against`."""
-        reasons = super().reasons_against(phase, layer, engine)
-        if not layer.has_sinks:
-            reasons.append("it is for layers with attention sinks, this one has none")
-        if layer.logits_soft_cap:
-            reasons.append(f"it has no logits soft cap (this layer's is {layer.logits_soft_cap})")
-        return reasons
+    def limits(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
+        """See `NativeKernel.limits`."""
+        return [
+            *super().limits(phase, layer, engine),
+            *reasons.when(not layer.has_sinks, "it is for layers with attention sinks, this one has none"),
+            *reasons.soft_cap(layer),
+        ]
+
+    @classmethod
+    def modules(cls, layer: LayerParams) -> tuple[tuple[str, ...], ...]:
+        """None is ever prebuilt: its name is ours."""
+        return ()
 
     def make_wrapper(self) -> Any:
         """See `NativeKernel.make_wrapper`.

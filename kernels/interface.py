@@ -1,13 +1,14 @@
 """What every attention kernel offers: reasons why it cannot serve, `plan` once a step, `run` once a layer."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, ClassVar
 
 import torch
 
 from vllm_attn_plugin.kernels.kv_cache import KVPages
+from vllm_attn_plugin.kernels.toolchain import Toolchain
 from vllm_attn_plugin.metadata import PagedBatch
 
 
@@ -66,6 +67,9 @@ class EngineParams:
         head_major_pages: whether a page's keys of one head lie side by side (the other way is token-major).
         decode_graph_sizes: query rows of the decode steps that may be captured in a full CUDA graph; as many requests
             where each has one query.
+        use_trtllm: True for TensorRT-LLM's kernels alone where there are some, False for none of them, None for
+            whichever is best.
+        toolchain: where the code of FlashInfer's kernels can come from.
     """
 
     device: torch.device
@@ -78,6 +82,8 @@ class EngineParams:
     num_sms: int = 0
     head_major_pages: bool = True
     decode_graph_sizes: tuple[int, ...] = ()
+    use_trtllm: bool | None = None
+    toolchain: Toolchain = field(default_factory=Toolchain)
 
     @property
     def max_pages_per_request(self) -> int:

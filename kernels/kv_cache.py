@@ -190,7 +190,9 @@ def write_kv_on_gpu(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """Write the new tokens' keys and values with the engine's cache operator: one launch, nothing read back.
+    """Write the new tokens' keys and values: one launch, nothing read back.
+
+    With vLLM's cache operator where that is loaded, else with a kernel of our own.
 
     Args:
         k, v: see `write_kv`.
@@ -198,6 +200,11 @@ def write_kv_on_gpu(
         slot_mapping: see `write_kv`; a slot outside the cache is not noticed here.
         k_scale, v_scale: float32 `[1]` on the GPU.
     """
+    if not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
+        from vllm_attn_plugin.kernels.kv_write_kernel import write_kv_with_triton
+
+        write_kv_with_triton(k, v, kv_pages, slot_mapping, k_scale, v_scale)
+        return
     name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}.get(kv_pages.k.dtype, "auto")
     torch.ops._C_cache_ops.reshape_and_cache_flash(
         k,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_attn_plugin.kernels import reasons
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -86,14 +87,14 @@ class ReferenceKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        reasons = []
-        if layer.q_dtype not in FLOAT_DTYPES:
-            reasons.append(f"query dtype {layer.q_dtype} is none of {_names(FLOAT_DTYPES)}")
-        if layer.kv_dtype not in FLOAT_DTYPES + FP8_DTYPES:
-            reasons.append(f"KV cache dtype {layer.kv_dtype} is none of {_names(FLOAT_DTYPES + FP8_DTYPES)}")
-        if layer.num_qo_heads % layer.num_kv_heads:
-            reasons.append(f"{layer.num_qo_heads} query heads are no multiple of {layer.num_kv_heads} KV heads")
-        return reasons
+        is_uneven = layer.num_qo_heads % layer.num_kv_heads
+        return [
+            *reasons.none_of("query dtype", layer.q_dtype, FLOAT_DTYPES),
+            *reasons.none_of("KV cache dtype", layer.kv_dtype, FLOAT_DTYPES + FP8_DTYPES),
+            *reasons.when(
+                is_uneven, f"{layer.num_qo_heads} query heads are no multiple of {layer.num_kv_heads} KV heads"
+            ),
+        ]
 
     def plan(self, batch: PagedBatch) -> ReferencePlan:
         """Cut the batch into tiles; host work alone."""
@@ -125,10 +126,6 @@ class ReferenceKernel(AttentionKernel):
                 lse[plan.keyless_rows] = float("-inf") if inputs.sinks is None else inputs.sinks.float()
         for tile in plan.tiles:
             _run_tile(tile, self.layer, q, kv_pages, out, inputs, lse)
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _check_rows(name: str, tensor: torch.Tensor, plan: ReferencePlan, layer: LayerParams) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_attn_plugin.kernels import trtllm_api
+from vllm_attn_plugin.kernels import reasons, trtllm_api
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -28,6 +28,7 @@ PAGE_SIZES = (16, 32, 64)
 HEAD_DIMS = (64, 128, 256)
 FP8 = torch.float8_e4m3fn
 QUERY_DTYPES = (torch.float16, torch.bfloat16, FP8)
+LAUNCHER = (("fmha_gen",),)  # the host code around the prebuilt kernels
 LOG_2 = math.log(2)
 
 
@@ -87,23 +88,19 @@ class TrtllmGenKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        reasons = []
-        if engine.compute_capability not in CAPABILITIES:
-            reasons.append(
-                f"needs compute capability 10.0 or 10.3, this is {engine.compute_capability or engine.device.type}"
-            )
-        if layer.head_dim not in HEAD_DIMS:
-            reasons.append(f"head_dim {layer.head_dim} is none of {HEAD_DIMS}")
-        if engine.page_size not in PAGE_SIZES:
-            reasons.append(f"page size {engine.page_size} is none of {PAGE_SIZES}")
-        reasons += _dtype_reasons(phase, layer)
-        if not engine.head_major_pages:
-            reasons.append("pages are token-major, it reads head-major ones; set VLLM_KV_CACHE_LAYOUT=HND")
-        if layer.logits_soft_cap:
-            reasons.append(f"it has no logits soft cap (this layer's is {layer.logits_soft_cap})")
-        if layer.has_alibi:
-            reasons.append("it has no ALiBi")
-        return reasons
+        found = [
+            *reasons.capability(engine, CAPABILITIES),
+            *reasons.none_of("head_dim", layer.head_dim, HEAD_DIMS),
+            *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
+            *_dtype_reasons(phase, layer),
+            *reasons.when(
+                not engine.head_major_pages,
+                "pages are token-major, it reads head-major ones, set VLLM_KV_CACHE_LAYOUT=HND",
+            ),
+            *reasons.soft_cap(layer),
+            *reasons.alibi(layer),
+        ]
+        return found or engine.toolchain.reasons_against(LAUNCHER)
 
     def plan(self, batch: PagedBatch) -> TrtllmGenPlan:
         """See `AttentionKernel.plan`.
@@ -236,10 +233,10 @@ class TrtllmGenKernel(AttentionKernel):
                 "trtllm-gen serves a batch that is not causal only without a sliding window, and this layer's "
                 f"window_left is {self.layer.window_left}; force another kernel for this model."
             )
-        reasons = _dtype_reasons(Phase.PREFILL, self.layer)
-        if reasons:
+        against = _dtype_reasons(Phase.PREFILL, self.layer)
+        if against:
             raise ValueError(
-                f"trtllm-gen serves a batch that is not causal by its prefill kernel, and {reasons[0]}; force another "
+                f"trtllm-gen serves a batch that is not causal by its prefill kernel, and {against[0]}; force another "
                 "kernel for this model."
             )
 
@@ -264,11 +261,11 @@ def _dtype_reasons(phase: Phase, layer: LayerParams) -> list[str]:
     """Why no prebuilt kernel has this pair of dtypes."""
     q, kv = layer.q_dtype, layer.kv_dtype
     if q not in QUERY_DTYPES:
-        return [f"query dtype {q} is none of {QUERY_DTYPES}"]
+        return reasons.none_of("query dtype", q, QUERY_DTYPES)
     if kv == NVFP4 and q != FP8:
-        return [f"an NVFP4 cache needs a query of {FP8}, this is {q}; let the engine quantize the query"]
+        return [f"an NVFP4 cache needs a query of {FP8}, this is {q}, so let the engine quantize the query"]
     if kv not in (q, FP8, NVFP4):
-        return [f"KV cache dtype {kv} is neither the query's {q} nor {FP8}"]
+        return reasons.none_of("KV cache dtype", kv, dict.fromkeys((q, FP8)))
     if kv == FP8 != q and phase is Phase.PREFILL:
         return [f"its prefill needs a query of the cache's {kv}, this is {q}"]
     if kv == FP8 and q == torch.float16:

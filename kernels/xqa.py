@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_attn_plugin.kernels import trtllm_api
+from vllm_attn_plugin.kernels import reasons, trtllm_api
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -77,26 +77,19 @@ class XQAKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        reasons = []
-        if phase is not Phase.DECODE:
-            reasons.append("it only decodes")
-        if engine.compute_capability not in CAPABILITIES:
-            reasons.append(
-                f"needs compute capability 9.0, 12.0 or 12.1, this is {engine.compute_capability or engine.device.type}"
-            )
-        if layer.head_dim % HEAD_DIM_STEP or not 0 < layer.head_dim <= MAX_HEAD_DIM:
-            reasons.append(f"head_dim {layer.head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}")
-        if engine.page_size not in PAGE_SIZES:
-            reasons.append(f"page size {engine.page_size} is none of {PAGE_SIZES}")
-        if layer.q_dtype not in HALF_DTYPES:
-            reasons.append(f"query dtype {layer.q_dtype} is neither float16 nor bfloat16")
-        if layer.kv_dtype not in (layer.q_dtype, torch.float8_e4m3fn):
-            reasons.append(f"KV cache dtype {layer.kv_dtype} is neither the query's {layer.q_dtype} nor float8_e4m3fn")
-        if layer.logits_soft_cap:
-            reasons.append(f"it has no logits soft cap (this layer's is {layer.logits_soft_cap})")
-        if layer.has_alibi:
-            reasons.append("it has no ALiBi")
-        return reasons
+        is_multiple = not layer.head_dim % HEAD_DIM_STEP and 0 < layer.head_dim <= MAX_HEAD_DIM
+        found = [
+            *reasons.when(phase is not Phase.DECODE, "it only decodes"),
+            *reasons.capability(engine, CAPABILITIES),
+            *reasons.when(
+                not is_multiple, f"head_dim {layer.head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+            ),
+            *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
+            *reasons.dtypes(layer, HALF_DTYPES, (torch.float8_e4m3fn,)),
+            *reasons.soft_cap(layer),
+            *reasons.alibi(layer),
+        ]
+        return found or engine.toolchain.reasons_against(_modules(layer, engine))
 
     def plan(self, batch: PagedBatch) -> XQAPlan:
         """See `AttentionKernel.plan`."""
@@ -152,6 +145,19 @@ class XQAKernel(AttentionKernel):
             mask=plan.mask,
             q_cu_seq_lens=plan.q_cu_seq_lens,
         )
+
+
+def _modules(layer: LayerParams, engine: EngineParams) -> tuple[tuple[str, ...], ...]:
+    """FlashInfer's modules for the layer: one a query length."""
+    q, kv = reasons.DTYPE_NAMES[layer.q_dtype], reasons.DTYPE_NAMES[layer.kv_dtype]
+    stem = (
+        f"xqa_input_{q}_kv_cache_{kv}_output_{q}_page_size_{engine.page_size}_head_dim_{layer.head_dim}"
+        f"_head_group_ratio_{layer.num_qo_heads // layer.num_kv_heads}"
+        f"_use_sliding_window_{layer.window_left >= 0}"
+    )
+    return tuple(
+        (f"{stem}_use_spec_dec_{q_len > 1}_spec_q_seq_len_{q_len}",) for q_len in range(1, engine.max_decode_q_len + 1)
+    )
 
 
 def check_strides(kv_pages: KVPages) -> None:

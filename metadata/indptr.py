@@ -106,6 +106,20 @@ def list_pages(
     check_table_width(count_pages(seq_lens, page_size), seq_lens, block_tables.shape[1], page_size)
     span = span_pages(seq_lens, q_lens, page_size, window_left)
     indptr = indptr_from_lengths(span.count)
-    rows = np.repeat(np.arange(len(span.count)), span.count)
-    columns = np.arange(indptr[-1]) + np.repeat(span.first - indptr[:-1], span.count)
-    return PageList(indptr, block_tables[rows, columns], span.last_page_lens, span.first * page_size)
+    indices = gather_page_ids(block_tables, span.first, indptr)
+    return PageList(indptr, indices, span.last_page_lens, span.first * page_size)
+
+
+def gather_page_ids(block_tables: IntArray, first_pages: IntArray, indptr: IntArray) -> IntArray:
+    """Take each request's page ids out of its row, int32 `[indptr[-1]]`; the rows must be wide enough.
+
+    Args:
+        block_tables: page ids, int32 `[batch_size, max_pages_per_request]`.
+        first_pages: the first slot of each request to take, int32 `[batch_size]`.
+        indptr: int32 `[batch_size + 1]`, whose differences say how many.
+    """
+    counts = np.diff(indptr)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    columns = np.arange(indptr[-1]) + np.repeat(first_pages - indptr[:-1], counts)
+    page_ids: IntArray = block_tables[rows, columns]
+    return page_ids

@@ -6,7 +6,13 @@ import numpy as np
 import torch
 
 from vllm_attn_plugin.metadata import checks
-from vllm_attn_plugin.metadata.indptr import IntArray, count_pages, indptr_from_lengths, list_pages, span_pages
+from vllm_attn_plugin.metadata.indptr import (
+    IntArray,
+    count_pages,
+    gather_page_ids,
+    indptr_from_lengths,
+    span_pages,
+)
 
 CPU = torch.device("cpu")
 
@@ -35,6 +41,8 @@ class PagedBatch:
             never 0; 0 for a request with no pages.
         first_key_cpu: `[batch_size]`, position of the first token of each request's first listed page; above 0 only
             where pages before the window were left out.
+        page_list_buffers: what `paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` are the heads of
+            where `list_on_device` filled them; a captured graph reads there. Else None.
 
     Where the cache is on a GPU, `paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` are empty until
     `list_on_device` fills them: not every kernel reads them.
@@ -57,6 +65,7 @@ class PagedBatch:
     paged_kv_last_page_len: torch.Tensor
     paged_kv_last_page_len_cpu: torch.Tensor
     first_key_cpu: torch.Tensor
+    page_list_buffers: "PageListBuffers | None" = None
 
     @property
     def batch_size(self) -> int:
@@ -90,6 +99,7 @@ class PagedBatch:
             paged_kv_last_page_len=self.paged_kv_last_page_len[start:stop],
             paged_kv_last_page_len_cpu=self.paged_kv_last_page_len_cpu[start:stop],
             first_key_cpu=self.first_key_cpu[start:stop],
+            page_list_buffers=None,
         )
 
     def list_on_device(self, buffers: "PageListBuffers") -> "PagedBatch":
@@ -112,6 +122,7 @@ class PagedBatch:
             # Cut by the host's count, exact or an upper bound; the device's index pointers say where each ends.
             paged_kv_indices=buffers.indices[: int(self.paged_kv_indptr_cpu[-1])],
             paged_kv_last_page_len=buffers.last_page_lens[: self.batch_size],
+            page_list_buffers=buffers,
         )
 
 
@@ -167,30 +178,27 @@ def make_paged_batch(
     Raises:
         BatchError: names the request, the value and the limit.
     """
-    q_lens = _check_host_arrays(qo_indptr, seq_lens, block_tables, page_size, max_seq_len, CPU)
-    pages = list_pages(block_tables.numpy(), seq_lens.numpy(), q_lens, page_size, window_left)
-    checks.check_last_page_lens(pages.last_page_lens, np.diff(pages.indptr), page_size)
-    if num_pages is not None:
-        checks.check_page_ids(pages.indices, pages.indptr, num_pages)
-    indptr, last_page_lens = torch.from_numpy(pages.indptr), torch.from_numpy(pages.last_page_lens)
-    return PagedBatch(
-        page_size=page_size,
-        causal=causal,
-        window_left=window_left,
-        max_q_len=int(q_lens.max(initial=0)),
-        max_seq_len=max_seq_len,
-        num_rows=int(qo_indptr[-1]) if num_rows is None else num_rows,
+    batch = _unlisted_batch(
         qo_indptr=qo_indptr,
         qo_indptr_cpu=qo_indptr,
         seq_lens=seq_lens,
         seq_lens_cpu=seq_lens,
         block_tables=block_tables,
-        paged_kv_indptr=indptr,
-        paged_kv_indptr_cpu=indptr,
-        paged_kv_indices=torch.from_numpy(pages.indices),
-        paged_kv_last_page_len=last_page_lens,
-        paged_kv_last_page_len_cpu=last_page_lens,
-        first_key_cpu=torch.from_numpy(pages.first_key),
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        num_rows=num_rows,
+        causal=causal,
+        window_left=window_left,
+    )
+    indptr, first_pages = batch.paged_kv_indptr_cpu.numpy(), batch.first_key_cpu.numpy() // page_size
+    indices = gather_page_ids(block_tables.numpy(), first_pages, indptr)
+    if num_pages is not None:
+        checks.check_page_ids(indices, indptr, num_pages)
+    return replace(
+        batch,
+        paged_kv_indptr=batch.paged_kv_indptr_cpu,
+        paged_kv_indices=torch.from_numpy(indices),
+        paged_kv_last_page_len=batch.paged_kv_last_page_len_cpu,
     )
 
 
@@ -225,7 +233,34 @@ def make_device_batch(
         BatchError: names the request, the value and the limit. Page ids are not looked at: they are on the GPU.
     """
     is_padding = qo_indptr_cpu.diff() == 0
-    seq_lens_cpu = seq_lens_cpu.masked_fill(is_padding, 0)
+    return _unlisted_batch(
+        qo_indptr=qo_indptr,
+        qo_indptr_cpu=qo_indptr_cpu,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens_cpu.masked_fill(is_padding, 0),
+        block_tables=block_tables,
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        num_rows=num_rows,
+        causal=causal,
+        window_left=window_left,
+    )
+
+
+def _unlisted_batch(
+    *,
+    qo_indptr: torch.Tensor,
+    qo_indptr_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    block_tables: torch.Tensor,
+    page_size: int,
+    max_seq_len: int,
+    num_rows: int | None,
+    causal: bool,
+    window_left: int,
+) -> PagedBatch:
+    """Check the host's arrays and compute a batch from them; its page lists are still empty where the cache is."""
     q_lens = _check_host_arrays(qo_indptr_cpu, seq_lens_cpu, block_tables, page_size, max_seq_len, seq_lens.device)
     span = span_pages(seq_lens_cpu.numpy(), q_lens, page_size, window_left)
     checks.check_last_page_lens(span.last_page_lens, span.count, page_size)

@@ -6,10 +6,19 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf, max_decode_query_len
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_attn_plugin.kernels import NVFP4, EngineParams, LayerParams, NoKernelError, Phase, choose
+from vllm_attn_plugin.kernels import (
+    NVFP4,
+    EngineParams,
+    LayerParams,
+    NoKernelError,
+    Phase,
+    Toolchain,
+    choose,
+    find_toolchain,
+)
 from vllm_attn_plugin.kernels.kv_cache import NVFP4_BLOCK
 from vllm_attn_plugin.kernels.trtllm_gen import FP8, TrtllmGenKernel, takes_fp8_query
 from vllm_attn_plugin.settings import settings
@@ -21,6 +30,7 @@ FP8_CACHE_DTYPES = {
 }
 CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES, "nvfp4": NVFP4}
 
+DEFAULT_PAGE_SIZE = 16  # where none was asked for: one that every kernel reads
 TRTLLM_GEN_MAJOR = 10  # compute capability 10.x, whose kernels read head-major pages alone
 
 # Kernels take the content of a page by stride, so the order of the layers, pages, heads and tokens is free. First is
@@ -55,7 +65,8 @@ def with_query_dtype(layer: LayerParams, compute_capability: tuple[int, int] | N
     the quantization off.
     """
     config = get_current_vllm_config_or_none()
-    if config is not None and config.attention_config.disable_flashinfer_q_quantization:
+    asked = None if config is None else config.attention_config
+    if asked and (asked.disable_flashinfer_q_quantization or asked.use_trtllm_attention is False):
         return layer
     if not {settings().prefill_kernel, settings().decode_kernel} <= {None, TrtllmGenKernel.name}:
         return layer
@@ -184,10 +195,24 @@ def _explain(reason: str, configuration: dict[str, Any]) -> str:
 
 
 def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
-    """Ask the dispatch for a kernel of each phase, with what is known before a model is built."""
+    """Ask the dispatch for kernels of each phase, with what is known before a model is built."""
+    config = get_current_vllm_config_or_none()
+    layer, engine = _layer_to_be(configuration, config), _engine_to_be(configuration, config)
+    chosen = settings()
+    reasons = []
+    for phase, forced in ((Phase.PREFILL, chosen.prefill_kernel), (Phase.DECODE, chosen.decode_kernel)):
+        try:
+            choose(phase, layer, engine, forced)
+        except NoKernelError as error:
+            reasons.append(str(error).removesuffix("."))
+    return reasons
+
+
+def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
+    model = None if config is None else config.model_config
     layer = LayerParams(
-        num_qo_heads=1,
-        num_kv_heads=1,
+        num_qo_heads=1 if model is None else model.get_num_attention_heads(config.parallel_config),
+        num_kv_heads=1 if model is None else model.get_num_kv_heads(config.parallel_config),
         head_dim=configuration["head_size"],
         q_dtype=configuration["dtype"],
         kv_dtype=cache_dtype(configuration["kv_cache_dtype"], configuration["dtype"]),
@@ -196,20 +221,26 @@ def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
         has_sinks=configuration["has_sink"],
     )
     capability = configuration["device_capability"]
-    layer = with_query_dtype(layer, None if capability is None else (capability.major, capability.minor))
-    engine = EngineParams(
+    return with_query_dtype(layer, None if capability is None else (capability.major, capability.minor))
+
+
+def _page_size(block_size: int | None) -> int:
+    """Tokens a kernel page: the engine splits a block into the largest page that divides it, where pages are listed."""
+    sizes = AttnPluginBackend.get_supported_kernel_block_sizes()
+    divisors = [size for size in sizes if isinstance(size, int) and block_size and block_size % size == 0]
+    return max(divisors, default=block_size or DEFAULT_PAGE_SIZE)
+
+
+def _engine_to_be(configuration: dict[str, Any], config: Any) -> EngineParams:
+    capability = configuration["device_capability"]
+    return EngineParams(
         device=torch.device(current_platform.device_type),
-        page_size=configuration["block_size"] or 16,
-        max_batch_size=1,
+        page_size=_page_size(configuration["block_size"]),
+        max_batch_size=1 if config is None else config.scheduler_config.max_num_seqs,
         max_num_tokens=1,
         max_seq_len=1,
+        max_decode_q_len=1 if config is None else max_decode_query_len(config),
         compute_capability=None if capability is None else (capability.major, capability.minor),
+        use_trtllm=None if config is None else config.attention_config.use_trtllm_attention,
+        toolchain=find_toolchain() if current_platform.is_cuda() else Toolchain(),
     )
-    chosen = settings()
-    reasons = []
-    for phase, forced in ((Phase.PREFILL, chosen.prefill_kernel), (Phase.DECODE, chosen.decode_kernel)):
-        try:
-            choose(phase, layer, engine, forced)
-        except NoKernelError as error:
-            reasons.append(str(error))
-    return reasons

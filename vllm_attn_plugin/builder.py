@@ -14,7 +14,18 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, GraphSupport, LayerParams, Phase, choose
+from vllm_attn_plugin.kernels import (
+    AttentionKernel,
+    BySize,
+    EngineParams,
+    GraphSupport,
+    LayerParams,
+    Phase,
+    Toolchain,
+    choose,
+    find_toolchain,
+    summary,
+)
 from vllm_attn_plugin.metadata import (
     PagedBatch,
     PageListBuffers,
@@ -87,11 +98,15 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Which decode batches a full CUDA graph may hold: what every layer's decode kernel can serve from one."""
+        """Which decode batches a full CUDA graph may hold: what every decode kernel of every layer serves from one."""
         engine = engine_params(vllm_config, kv_cache_spec, torch.device(vllm_config.device_config.device_type))
         layers = vllm_config.compilation_config.static_forward_context.values()
         params = {layer.impl.params for layer in layers if hasattr(getattr(layer, "impl", None), "params")}
-        supports = [choose(Phase.DECODE, p, engine, settings().decode_kernel).kernel.graph_support for p in params]
+        supports = [
+            kernel.graph_support
+            for layer_params in params
+            for kernel in choose(Phase.DECODE, layer_params, engine, settings().decode_kernel).kernels
+        ]
         return GRAPH_SUPPORT[min(supports, key=lambda s: s.value, default=GraphSupport.NEVER)]
 
     def build(
@@ -139,14 +154,22 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         )
 
     def _split(self, batch: PagedBatch) -> dict[Phase, PagedBatch | None]:
-        """Split into phases; list the pages of each on the device where a kernel reads them there."""
+        """Split into phases; list the pages of each on the device where a kernel of this step reads them there."""
         decode, prefill = split_decode_prefill(batch, self._engine.max_decode_q_len)
         phases = {Phase.DECODE: decode, Phase.PREFILL: prefill}
         for phase, part in phases.items():
             buffers = self._page_lists.get((phase, batch.window_left))
-            if part is not None and buffers is not None:
+            if part is not None and buffers is not None and self._reads_page_lists(phase, part):
                 phases[phase] = part.list_on_device(buffers)
         return phases
+
+    def _reads_page_lists(self, phase: Phase, batch: PagedBatch) -> bool:
+        """Whether a kernel that this batch's size picks reads the lists; by size alone, as a captured graph needs."""
+        return any(
+            kernels[phase].pick(batch.batch_size).reads_page_lists
+            for params, kernels in self._kernels.items()
+            if params.window_left == batch.window_left
+        )
 
     def _make_page_list_buffers(self) -> dict[tuple[Phase, int], PageListBuffers]:
         if self.device.type == "cpu":
@@ -154,8 +177,8 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         needed = {
             (phase, params.window_left)
             for params, kernels in self._kernels.items()
-            for phase, kernel in kernels.items()
-            if kernel.reads_page_lists
+            for phase, by_size in kernels.items()
+            if any(kernel.reads_page_lists for kernel in by_size)
         }
         engine = self._engine
         return {
@@ -182,6 +205,8 @@ def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) ->
         # Of a layout's letters the last three order one page: HNC is head-major, NHC token-major.
         head_major_pages=layout is None or layout.endswith("HNC"),
         decode_graph_sizes=tuple(compilation.cudagraph_capture_sizes or ()) if captures_decodes else (),
+        use_trtllm=vllm_config.attention_config.use_trtllm_attention,
+        toolchain=find_toolchain() if is_cuda else Toolchain(),
     )
 
 
@@ -195,21 +220,20 @@ def _check_spec(spec: Any) -> None:
         )
 
 
-def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, AttentionKernel]:
+def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, BySize[AttentionKernel]]:
     """Choose and set up a layer's kernels, and say once in the log which they are and why."""
     chosen = settings()
     prefill = choose(Phase.PREFILL, params, engine, chosen.prefill_kernel)
     decode = choose(Phase.DECODE, params, engine, chosen.decode_kernel)
-    why = prefill.reason if prefill.reason == decode.reason else f"prefill: {prefill.reason}; decode: {decode.reason}"
-    logger.info_once("Attention kernels: prefill=%s, decode=%s (%s).", prefill.kernel.name, decode.kernel.name, why)
+    logger.info_once("Attention kernels: %s.", summary(prefill, decode, engine))
     return {
-        Phase.PREFILL: prefill.kernel(Phase.PREFILL, params, engine),
-        Phase.DECODE: decode.kernel(Phase.DECODE, params, engine),
+        Phase.PREFILL: prefill.set_up(Phase.PREFILL, params, engine),
+        Phase.DECODE: decode.set_up(Phase.DECODE, params, engine),
     }
 
 
-def _plan(kernels: dict[Phase, AttentionKernel], batches: dict[Phase, PagedBatch | None]) -> LayerPlans:
-    """Plan both phases of a step for layers of one kind."""
+def _plan(kernels: dict[Phase, BySize[AttentionKernel]], batches: dict[Phase, PagedBatch | None]) -> LayerPlans:
+    """Plan both phases of a step for layers of one kind, each with the kernel that its batch's size picks."""
     first = 0
     planned: dict[Phase, PlannedPhase | None] = {}
     for phase in (Phase.DECODE, Phase.PREFILL):
@@ -217,6 +241,7 @@ def _plan(kernels: dict[Phase, AttentionKernel], batches: dict[Phase, PagedBatch
         planned[phase] = None
         if batch is not None:
             rows = slice(first, first + batch.num_rows)
-            planned[phase] = PlannedPhase(kernels[phase], kernels[phase].plan(batch), rows)
+            kernel = kernels[phase].pick(batch.batch_size)
+            planned[phase] = PlannedPhase(kernel, kernel.plan(batch), rows)
             first = rows.stop
     return LayerPlans(planned[Phase.DECODE], planned[Phase.PREFILL])

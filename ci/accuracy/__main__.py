@@ -13,11 +13,11 @@ from typing import Any
 
 from ci.accuracy.compare import Row, blind_tasks, compare
 from ci.accuracy.lm_eval_run import OUR_BACKEND, Finished, Run, execute
-from ci.accuracy.machine import Machine, this_machine, versions
 from ci.accuracy.report import rows_document, table, verdict_sentence, write_json
 from ci.accuracy.results import read_results
 from ci.console import UserError, run_main, say
 from ci.device import DEVICES, detect_device
+from ci.machine import Machine, this_machine, versions
 from ci.models import RECIPES, cache_dir, prepare
 
 TASKS = ("attn_retrieval", "attn_facts", "attn_last_word", "attn_perplexity")

@@ -14,11 +14,11 @@ import pytest
 from ci.accuracy import __main__ as accuracy
 from ci.accuracy.compare import Agreement, allowed_difference, blind_tasks, compare, judge, judge_items
 from ci.accuracy.lm_eval_run import Finished, Run, execute, log_lines, most_in_flight, served_by
-from ci.accuracy.machine import Machine
 from ci.accuracy.progress import latest_stage
 from ci.accuracy.report import table, verdict_sentence
 from ci.accuracy.results import Score, parse_item, parse_scores, read_results
 from ci.console import UserError
+from ci.machine import Machine
 
 # Six items of each task as lm_eval 0.4.13 wrote them, without the documents and this or that machine's paths.
 SAMPLES = Path(__file__).parent / "accuracy_samples"
@@ -404,8 +404,8 @@ class TestMain:
         document = json.loads(text)
         assert document["passed"] is True
         assert [run["kernels"] for run in document["runs"]] == [None, KERNELS]
-        assert document["machine"] == {"kind": "cpu", "name": "AMD EPYC", "count": 2}
-        assert set(document["versions"]) == {"vllm", "torch", "lm_eval", "plugin"}
+        assert document["machine"] == {"kind": "cpu", "name": "AMD EPYC", "count": 2, "driver": None}
+        assert set(document["versions"]) == {"python", "vllm", "torch", "lm_eval", "plugin"}
         assert document["rows"][0]["baseline"] == {"value": pytest.approx(1 / 6), "stderr": pytest.approx(1 / 6)}
 
     def test_worse_candidate_ends_with_1_and_is_kept(self, outputs, monkeypatch, tmp_path, capsys):

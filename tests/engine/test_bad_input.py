@@ -37,6 +37,21 @@ REFUSED_BY_US: dict[str, tuple[dict[str, Any], dict[str, str], str, str]] = {
         "SettingsError",
         "VLLM_ATTN_PLUGIN_DECODE_KERNEL is 'warp'; set it to one of: auto, ",
     ),
+    "kernel_that_cannot_serve": (
+        {},
+        {"VLLM_ATTN_PLUGIN_DECODE_KERNEL": "xqa"},
+        "ValueError",
+        SELECTED + "no decode kernel can serve this layer: xqa (it needs SM90 or SM120 or SM121, this is a CPU; "
+        "query dtype torch.float32 is none of float16, bfloat16); "
+        "unset VLLM_ATTN_PLUGIN_DECODE_KERNEL or set it to auto.",
+    ),
+    "use_trtllm_attention": (
+        {"attention_config": {"use_trtllm_attention": True}},
+        {},
+        "ValueError",
+        SELECTED + "use_trtllm_attention=True asks for a TensorRT-LLM decode kernel, and there is none for a CPU; "
+        "leave use_trtllm_attention unset.",
+    ),
     "misspelt_variable": (
         {},
         {"VLLM_ATTN_PLUGIN_DECODE_KERNAL": "reference"},

@@ -1,13 +1,21 @@
 """A whole batch: its fields, its rows, and the batch of a profile run."""
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
 from batch_specs import ALL_SPECS, SPECS, BatchSpec
 from paged_cases import make_case, make_layer
 
-from vllm_attn_plugin.metadata import PagedBatch, make_paged_batch, make_uncached_batch
+from vllm_attn_plugin.metadata import (
+    PagedBatch,
+    PageListBuffers,
+    checks,
+    indptr,
+    make_device_batch,
+    make_paged_batch,
+    make_uncached_batch,
+)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -178,3 +186,40 @@ def test_uncached_batch_leaves_nothing_behind() -> None:
     after = example()
     assert after.paged_kv_indptr.tolist() == before.paged_kv_indptr.tolist() == [0, 3, 3, 4, 6]
     assert after.paged_kv_indices.tolist() == [7, 2, 9, 4, 1, 5]
+
+
+def test_rows_of_a_listed_batch_are_no_heads_of_its_buffers() -> None:
+    buffers = PageListBuffers(4, 3, torch.device("cpu"))
+    listed = replace(example(), page_list_buffers=buffers)
+    assert listed.rows(0, 4).page_list_buffers is buffers
+    assert listed.rows(2, 4).page_list_buffers is None
+    assert listed.rows(0, 2).page_list_buffers is None
+
+
+def test_both_ways_to_make_a_batch_agree_on_what_the_host_knows() -> None:
+    """The batch of a cache on a GPU, its tensors on the CPU here, has everything but the page lists."""
+    on_host = example(window_left=7, causal=False, num_rows=9)
+    shared = {"page_size": 16, "max_seq_len": 48, "window_left": 7, "causal": False, "num_rows": 9}
+    on_device = make_device_batch(
+        qo_indptr=on_host.qo_indptr,
+        qo_indptr_cpu=on_host.qo_indptr,
+        seq_lens=on_host.seq_lens,
+        seq_lens_cpu=int32(40, 99, 16, 20),
+        block_tables=on_host.block_tables,
+        **shared,  # type: ignore[arg-type]
+    )
+    for field in fields(PagedBatch):
+        mine, theirs = getattr(on_device, field.name), getattr(on_host, field.name)
+        if field.name in ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
+            assert len(mine) == 0
+        else:
+            assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+
+
+def test_width_of_the_table_is_checked_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    check = checks.check_table_width
+    monkeypatch.setattr(checks, "check_table_width", lambda *given: calls.append(check(*given)))
+    monkeypatch.setattr(indptr, "check_table_width", checks.check_table_width)
+    example()
+    assert len(calls) == 1

@@ -1,16 +1,21 @@
 """What the backend class answers before a model is built."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm_doubles import engine_config
 
+from vllm_attn_plugin import backend
 from vllm_attn_plugin.backend import AttnPluginBackend
 from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
 from vllm_attn_plugin.impl import AttnPluginImpl
+from vllm_attn_plugin.kernels import EngineParams, LayerParams, Phase, Toolchain
 from vllm_attn_plugin.settings import settings
 
 GOOD: dict[str, Any] = {
@@ -137,4 +142,60 @@ def test_kernel_that_cannot_serve_is_a_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(dispatch.KERNELS, "picky", Picky)
     monkeypatch.setenv("VLLM_ATTN_PLUGIN_DECODE_KERNEL", "picky")
     settings.cache_clear()
-    assert reasons() == ["no decode kernel can serve this layer. picky: head_dim 64 is above 32."]
+    assert reasons() == [
+        "no decode kernel can serve this layer: picky (head_dim 64 is above 32); "
+        "unset VLLM_ATTN_PLUGIN_DECODE_KERNEL or set it to auto"
+    ]
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU, as far as the backend asks."""
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, device_type="cuda", get_device_capability=lambda: DeviceCapability(9, 0)
+    )
+    monkeypatch.setattr(backend, "current_platform", platform)
+    monkeypatch.setattr(backend, "find_toolchain", Toolchain)
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("block_size", [None, 16, 32, 48, 64, 128, 544])
+def test_block_that_splits_into_a_page_of_the_kernels_is_served(block_size: int | None) -> None:
+    on_hopper = {"dtype": torch.bfloat16, "device_capability": DeviceCapability(9, 0)}
+    assert reasons(block_size=block_size, **on_hopper) == []
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_both_phases_are_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "find_toolchain", lambda: Toolchain(has_flashinfer=False))
+    found = reasons(dtype=torch.bfloat16, device_capability=DeviceCapability(9, 0))
+    assert len(found) == 2
+    assert all("flashinfer-python is not installed, install vllm-attn-plugin[gpu]" in reason for reason in found)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_what_the_engine_fixes_reaches_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[LayerParams, EngineParams]] = []
+
+    def record(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str | None) -> None:
+        asked.append((layer, engine))
+
+    monkeypatch.setattr(backend, "choose", record)
+    monkeypatch.setattr(
+        backend, "get_current_vllm_config_or_none", lambda: engine_config(use_trtllm=False, speculation=True)
+    )
+    assert reasons(dtype=torch.bfloat16, block_size=128, device_capability=DeviceCapability(9, 0)) == []
+    assert len(asked) == 2
+    for layer, engine in asked:
+        assert (layer.num_qo_heads, layer.num_kv_heads) == (16, 4)
+        assert (engine.max_batch_size, engine.max_decode_q_len, engine.use_trtllm) == (64, 4, False)
+        assert (engine.page_size, engine.compute_capability) == (64, (9, 0))
+
+
+def test_use_trtllm_attention_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: engine_config(use_trtllm=True))
+    (reason,) = reasons()
+    assert reason == (
+        "use_trtllm_attention=True asks for a TensorRT-LLM decode kernel, and there is none for a CPU; "
+        "leave use_trtllm_attention unset"
+    )

@@ -1,11 +1,13 @@
 """From vLLM's common metadata to a layer's output, through the builder and the impl."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from batch_specs import ALL_SPECS, SPECS, BatchSpec
-from paged_cases import LAYOUTS, assert_close_to_formula, cache_bytes, make_layer
+from paged_cases import LAYOUTS, PagedCase, assert_close_to_formula, cache_bytes, make_layer
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm_doubles import (
     CPU,
     common_metadata,
@@ -18,10 +20,12 @@ from vllm_doubles import (
     run_step,
 )
 
-from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
-from vllm_attn_plugin.kernels import Phase
+from vllm_attn_plugin import builder as builder_module
+from vllm_attn_plugin.builder import AttnPluginMetadataBuilder, PlannedPhase
+from vllm_attn_plugin.kernels import GraphSupport, NoKernelError, Phase, dispatch
+from vllm_attn_plugin.kernels.dispatch import Candidate
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
-from vllm_attn_plugin.metadata import BatchError
+from vllm_attn_plugin.metadata import BatchError, PagedBatch, PageListBuffers
 from vllm_attn_plugin.settings import settings
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -163,12 +167,131 @@ def test_other_builds_go_the_same_way(hook: str) -> None:
     assert_close_to_formula(case, forward(make_layer_double(case), case, metadata))
 
 
+class SmallKernel(ReferenceKernel):
+    name = "small"
+    graph_support = GraphSupport.UNIFORM
+    reads_page_lists = False
+
+
+class LargeKernel(ReferenceKernel):
+    name = "large"
+    graph_support = GraphSupport.SINGLE_TOKEN
+
+
+@pytest.fixture
+def two_decode_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode goes to one kernel for up to 3 requests, to another above."""
+    rules = {
+        Phase.DECODE: (Candidate(SmallKernel, 3), Candidate(LargeKernel)),
+        Phase.PREFILL: (Candidate(ReferenceKernel),),
+    }
+    monkeypatch.setattr(dispatch, "preference", lambda phase, layer, engine: rules[phase])
+
+
+def decode_of(builder: AttnPluginMetadataBuilder, case: PagedCase) -> PlannedPhase:
+    (plans,) = builder.build(0, common_metadata(case)).plans.values()
+    assert plans.decode is not None
+    return plans.decode
+
+
+def decodes(size: int, padded: int = 0) -> PagedCase:
+    spec = BatchSpec(
+        f"decode_{size}", (1,) * size + (0,) * padded, tuple(20 + row for row in range(size)) + (0,) * padded
+    )
+    return make_case(spec, make_layer())
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
+@pytest.mark.parametrize(
+    ("size", "padded", "kernel"), [(1, 0, "small"), (3, 0, "small"), (4, 0, "large"), (2, 1, "small"), (2, 2, "large")]
+)
+def test_padded_size_of_the_batch_picks_the_decode_kernel(size: int, padded: int, kernel: str) -> None:
+    case = decodes(size, padded)
+    assert decode_of(make_builder(case), case).kernel.name == kernel
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_captured_step_and_its_replays_have_one_kernel(rows: int) -> None:
+    layer = make_layer_double(decodes(1))
+    builder = make_builder(decodes(1), {"layer": layer})
+    kernels = set()
+    for real in range(1, rows + 1):
+        case = decodes(real, padded=rows - real)
+        layer.kv_cache = case.kv_cache
+        kernels.add(decode_of(builder, case).kernel)
+    (captured,) = builder.build_for_cudagraph_capture(common_metadata(case)).plans.values()
+    assert captured.decode is not None
+    assert kernels == {captured.decode.kernel}
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
+def test_each_kernel_is_set_up_once_and_steps_of_both_equal_the_formula() -> None:
+    layer = make_layer_double(decodes(1))
+    builder = make_builder(decodes(1), {"layer": layer})
+    picked = set()
+    for size in (2, 3, 4, 6, 2):
+        case = decodes(size)
+        layer.kv_cache = case.kv_cache
+        picked.add(id(decode_of(builder, case).kernel))
+        assert_close_to_formula(case, forward(layer, case, builder.build(0, common_metadata(case))))
+    assert len(picked) == 2
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
+def test_decodes_of_a_mixed_step_are_counted_alone() -> None:
+    case = make_case(BatchSpec("mixed", (1, 1, 9, 9), (20, 30, 9, 40)), make_layer())
+    assert decode_of(make_builder(case), case).kernel.name == "small"
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
+def test_graph_support_is_the_least_of_the_kernels_that_can_be_picked() -> None:
+    case = decodes(1)
+    support = AttnPluginMetadataBuilder.get_cudagraph_support
+    layers = {"layer": make_layer_double(case)}
+    device = {"device_config": SimpleNamespace(device_type="cpu")}
+    both = SimpleNamespace(**vars(make_config(layers)), **device)
+    assert support(both, make_spec(case)) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    only_small = SimpleNamespace(**vars(make_config(layers, max_num_seqs=3)), **device)
+    assert support(only_small, make_spec(case)) == AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
+@pytest.mark.parametrize(("size", "is_listed"), [(3, False), (4, True)])
+def test_page_lists_are_made_only_for_a_kernel_that_reads_them(
+    size: int, is_listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = decodes(size)
+    builder = make_builder(case)
+    buffers = PageListBuffers(256, 8, CPU)
+    monkeypatch.setattr(builder, "_page_lists", {(Phase.DECODE, -1): buffers})
+    listed = []
+    monkeypatch.setattr(PagedBatch, "list_on_device", lambda batch, into: listed.append(into) or batch)
+    builder.build(0, common_metadata(case))
+    assert listed == ([buffers] if is_listed else [])
+
+
+@pytest.mark.usefixtures("two_decode_kernels")
+def test_log_names_the_kernels_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(builder_module.logger, "info_once", lambda text, *values: lines.append(text % values))
+    make_builder(decodes(1))
+    assert lines == [
+        "Attention kernels: prefill=reference, decode=small up to 3 requests, large above "
+        "(first choices on a CPU that can serve it)."
+    ]
+
+
+def test_use_trtllm_attention_of_the_engine_reaches_the_dispatch() -> None:
+    with pytest.raises(NoKernelError, match="use_trtllm_attention=True asks for a TensorRT-LLM decode kernel"):
+        make_builder(decodes(1), use_trtllm_attention=True)
+    make_builder(decodes(1), use_trtllm_attention=False)
+
+
 @pytest.mark.parametrize("phase", ["PREFILL", "DECODE"])
 def test_kernel_that_the_settings_force_is_the_one_chosen(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class OtherKernel(ReferenceKernel):
         name = "other"
-
-    from vllm_attn_plugin.kernels import dispatch
 
     monkeypatch.setitem(dispatch.KERNELS, "other", OtherKernel)
     monkeypatch.setenv(f"VLLM_ATTN_PLUGIN_{phase}_KERNEL", "other")

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import nvfp4_split_data_scale
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-from vllm_doubles import LayerDouble, common_metadata, default_dtype, make_config
+from vllm_doubles import LayerDouble, common_metadata, default_dtype, engine_config, make_config
 
 from vllm_attn_plugin import backend, builder, impl
 from vllm_attn_plugin.backend import AttnPluginBackend
@@ -252,12 +252,22 @@ def test_forced_kernel_keeps_the_query(variable: str, on: Any, monkeypatch: pyte
 
 def test_user_may_switch_the_querys_quantization_off(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on(10)
-    config = SimpleNamespace(attention_config=SimpleNamespace(disable_flashinfer_q_quantization=True))
+    config = engine_config(disable_q_quantization=True)
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
     assert not make_impl(make_layer(), "fp8").supports_quant_query_input
     (prefill, decode) = backend.AttnPluginBackend.validate_configuration(**configuration("nvfp4"))
     for reason in (prefill, decode):
-        assert "an NVFP4 cache needs a query of torch.float8_e4m3fn, this is torch.bfloat16; let the engine" in reason
+        assert (
+            "an NVFP4 cache needs a query of torch.float8_e4m3fn, this is torch.bfloat16, so let the engine" in reason
+        )
+
+
+def test_no_quantization_without_trtllm_kernels(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With use_trtllm_attention=False other kernels serve, and those read the model's own query."""
+    on(10)
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: engine_config(use_trtllm=False))
+    assert not make_impl(make_layer(), "fp8").supports_quant_query_input
+    assert backend.AttnPluginBackend.validate_configuration(**configuration("fp8", 10, 0)) == []
 
 
 def configuration(cache: str, *capability: int) -> dict[str, Any]:

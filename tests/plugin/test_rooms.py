@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 # Third-party packages that a room may import at the top of a file, and those it may import inside a function.
 AT_THE_TOP = {"metadata": {"torch", "numpy"}, "kernels": {"torch", "numpy"}}
 # Device code needs its language when it is read; such a file is itself imported inside functions alone.
-DEVICE_FILES = {"metadata/page_kernel.py": "vllm_attn_plugin.metadata.page_kernel"}
+DEVICE_FILES = {
+    "metadata/page_kernel.py": "vllm_attn_plugin.metadata.page_kernel",
+    "kernels/kv_write_kernel.py": "vllm_attn_plugin.kernels.kv_write_kernel",
+}
 INSIDE = {"metadata": {"triton"}, "kernels": {"triton", "flashinfer"}}
 OWN = {
     "metadata": ("vllm_attn_plugin.metadata",),

@@ -34,6 +34,7 @@ from vllm_attn_plugin.kernels import (
     split_nvfp4_cache,
 )
 from vllm_attn_plugin.kernels import workspace as workspace_module
+from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -278,7 +279,7 @@ class Step:
         with noted(self.calls, **functions):
             self.kernel = self.kernel_type(self.phase, case.layer, self.engine)
             batch = replace(case.batch(), num_rows=case.spec.num_tokens + self.padding)
-            self.plan = self.kernel.plan(batch)
+            self.plan = self.kernel.plan(in_buffers(batch))
             self.run_again(self.q)
         return self
 
@@ -325,6 +326,20 @@ class Step:
             assert self.out[rows:].isnan().all(), "padding was written"
         if self.lse is not None:
             torch.testing.assert_close(self.lse[:rows].double(), exact_lse.double(), rtol=1e-6, atol=1e-6)
+
+
+def in_buffers(batch: PagedBatch) -> PagedBatch:
+    """The batch with its page lists at the head of an engine's buffers, which hold more than this batch needs."""
+    width = batch.block_tables.shape[1]
+    buffers = PageListBuffers(batch.batch_size, width + 3, torch.device("cpu"))
+    lists = {
+        "paged_kv_indptr": buffers.indptr[: batch.batch_size + 1],
+        "paged_kv_indices": buffers.indices[: len(batch.paged_kv_indices)],
+        "paged_kv_last_page_len": buffers.last_page_lens[: batch.batch_size],
+    }
+    for name, room in lists.items():
+        room.copy_(getattr(batch, name))
+    return replace(batch, page_list_buffers=buffers, **lists)
 
 
 Check = Callable[[Any, Step, Any], None]

@@ -83,6 +83,7 @@ def make_config(
     max_model_len: int = 2048,
     max_num_seqs: int = 256,
     num_speculative_tokens: int | None = None,
+    use_trtllm_attention: bool | None = None,
 ) -> Any:
     """What the builder and its base class read of a VllmConfig."""
     speculative = None
@@ -96,6 +97,7 @@ def make_config(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
         model_config=SimpleNamespace(max_model_len=max_model_len),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        attention_config=SimpleNamespace(use_trtllm_attention=use_trtllm_attention),
         speculative_config=speculative,
         use_v2_model_runner=False,
     )
@@ -171,3 +173,22 @@ def run_step(case: PagedCase, padding: int = 0, **config: Any) -> torch.Tensor:
     builder = make_builder(case, {"layer": layer}, **config)
     metadata = builder.build(0, common_metadata(case))
     return forward(layer, case, metadata, padding)
+
+
+def engine_config(**changes: Any) -> Any:
+    """What validation reads of the engine's configuration: an 8B model on two GPUs."""
+    speculation = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda parallel: 32 // parallel.tensor_parallel_size,
+            get_num_kv_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        attention_config=SimpleNamespace(
+            use_trtllm_attention=changes.get("use_trtllm"),
+            disable_flashinfer_q_quantization=changes.get("disable_q_quantization", False),
+        ),
+        speculative_config=speculation if changes.get("speculation") else None,
+        use_v2_model_runner=True,
+    )

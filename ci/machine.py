@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import re
 import subprocess
 from dataclasses import dataclass
 
-import cpuinfo  # type: ignore[import-untyped]
-
 PACKAGES = {"vllm": "vllm", "torch": "torch", "lm_eval": "lm_eval", "plugin": "vllm-attn-plugin"}
-GPU_PACKAGES = {"flashinfer": "flashinfer-python"}
+GPU_PACKAGES = {"flashinfer": "flashinfer-python", "triton": "triton"}
 # "Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", "AMD EPYC 9654 96-Core Processor": what does not name the model.
 _NOISE = re.compile(r"\((?:R|TM)\)|\b\d+-Core\b|\bProcessor\b|\bCPU\b|@.*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that served, by kind ("cpu" or "gpu") and name; `count` is its cores or GPUs."""
+    """The device that served, by kind ("cpu" or "gpu") and name; `count` is its cores or GPUs, `driver` a GPU's."""
 
     kind: str
     name: str
     count: int
+    driver: str | None = None
 
     @property
     def label(self) -> str:
@@ -34,9 +34,12 @@ class Machine:
 def this_machine(kind: str) -> Machine:
     """The machine this process runs on."""
     if kind == "gpu":
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-        return Machine(kind, names[0].strip(), len(names))
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        name, driver = gpus[0].split(", ")
+        return Machine(kind, name, len(gpus), driver)
+    import cpuinfo  # type: ignore[import-untyped]  # where there is a GPU it need not be installed
+
     name = str(cpuinfo.get_cpu_info().get("brand_raw", "unknown"))
     return Machine(kind, name, len(os.sched_getaffinity(0)))
 
@@ -44,7 +47,7 @@ def this_machine(kind: str) -> Machine:
 def versions(kind: str) -> dict[str, str | None]:
     """Version by name of what took part; None for what is not installed."""
     named = PACKAGES | (GPU_PACKAGES if kind == "gpu" else {})
-    return {name: _version(distribution) for name, distribution in named.items()}
+    return {"python": platform.python_version()} | {name: _version(package) for name, package in named.items()}
 
 
 def _version(distribution: str) -> str | None:

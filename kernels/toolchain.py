@@ -1,0 +1,95 @@
+"""What it takes to have a FlashInfer kernel's code on this machine: the package, then a compiler or prebuilt modules.
+
+FlashInfer ships its kernels as sources and compiles each at first use, with nvcc and ninja; its companion package
+flashinfer-jit-cache holds the common ones compiled. What it compiled itself in an earlier run does not count here: it
+asks ninja each time whether that is up to date, and ninja then wants the CUDA toolkit's headers again.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+# Where FlashInfer looks last for the CUDA toolkit.
+DEFAULT_CUDA_HOME = "/usr/local/cuda"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why FlashInfer cannot compile here, and what to change."""
+
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Where FlashInfer's kernels get their code from. The default can compile anything.
+
+    Attributes:
+        has_flashinfer: whether the package is installed.
+        obstacle: what keeps it from compiling; None where nothing does.
+        prebuilt_folders: where it finds modules that are compiled, each in a folder of its own name.
+    """
+
+    has_flashinfer: bool = True
+    obstacle: Obstacle | None = None
+    prebuilt_folders: tuple[Path, ...] = ()
+
+    def reasons_against(self, modules: tuple[tuple[str, ...], ...]) -> list[str]:
+        """Why the code of a kernel cannot be had: one readable reason, or none.
+
+        Args:
+            modules: the names of each module that the kernel loads, which differ between versions of FlashInfer;
+                empty for a kernel whose modules are never prebuilt.
+        """
+        if not self.has_flashinfer:
+            return ["flashinfer-python is not installed, install vllm-attn-plugin[gpu]"]
+        if self.obstacle is None or (modules and all(self._is_prebuilt(names) for names in modules)):
+            return []
+        wants = f"its code must be compiled, but {self.obstacle.problem}: {self.obstacle.remedy}"
+        return [f"{wants}, or install the flashinfer-jit-cache of your FlashInfer's version" if modules else wants]
+
+    def _is_prebuilt(self, names: tuple[str, ...]) -> bool:
+        return any((folder / name / f"{name}.so").exists() for folder in self.prebuilt_folders for name in names)
+
+
+def find_obstacle(variables: Mapping[str, str]) -> Obstacle | None:
+    """What keeps FlashInfer from compiling with these environment variables: the same places are looked at, in order.
+
+    Args:
+        variables: the environment.
+    """
+    if variables.get("FLASHINFER_DISABLE_JIT"):
+        return Obstacle("FLASHINFER_DISABLE_JIT is set", "unset it")
+    path = variables.get("PATH", "")
+    nvcc = variables.get("FLASHINFER_NVCC") or f"{_cuda_home(variables, path)}/bin/nvcc"
+    if shutil.which(nvcc, path=path) is None:
+        return Obstacle(f"there is no nvcc at {nvcc}", "install the CUDA toolkit and set CUDA_HOME to its folder")
+    if shutil.which("ninja", path=path) is None:
+        return Obstacle("there is no ninja on PATH", "install ninja and put it on PATH")
+    return None
+
+
+def _cuda_home(variables: Mapping[str, str], path: str) -> str:
+    named = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=path)
+    return named or (str(Path(nvcc).parents[1]) if nvcc else DEFAULT_CUDA_HOME)
+
+
+@cache
+def find_toolchain() -> Toolchain:
+    """This machine's toolchain, looked for once a process; FlashInfer is imported only where it cannot compile."""
+    has_flashinfer = find_spec("flashinfer") is not None
+    obstacle = find_obstacle(os.environ)
+    return Toolchain(has_flashinfer, obstacle, _prebuilt_folders() if has_flashinfer and obstacle else ())
+
+
+def _prebuilt_folders() -> tuple[Path, ...]:
+    from flashinfer.jit import env
+
+    # One folder until 0.6, which is flashinfer-jit-cache's where that is installed; later one for each such package.
+    return tuple(getattr(env, "FLASHINFER_AOT_DIRS", (env.FLASHINFER_AOT_DIR,)))

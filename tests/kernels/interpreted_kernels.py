@@ -1,0 +1,54 @@
+"""The GPU kernels written here, run by Triton's interpreter on a CPU against their twins on the host.
+
+Triton reads TRITON_INTERPRET when it is imported, so test_gpu_kernels.py runs these in a process of their own.
+"""
+
+import pytest
+import torch
+from batch_specs import SPECS
+from paged_cases import make_case, make_layer, poisoned_cache
+
+from vllm_attn_plugin.kernels import split_kv_cache, write_kv
+from vllm_attn_plugin.kernels.kv_write_kernel import write_kv_with_triton
+from vllm_attn_plugin.metadata.page_kernel import list_pages_on_device
+
+
+@pytest.mark.parametrize("window_left", [-1, 0, 15])
+@pytest.mark.parametrize("spec", ["decode", "mixed", "chunked_prefill", "padded_rows", "empty_kv", "many_short"])
+def test_page_lists_equal_the_host_s(spec: str, window_left: int) -> None:
+    case = make_case(SPECS[spec], make_layer(window_left=window_left))
+    on_host = case.batch()
+    size, width = case.block_tables.shape
+    indptr, last_page_lens = torch.full((size + 1,), -7, dtype=torch.int32), torch.full((size,), -7, dtype=torch.int32)
+    indices = torch.full((size * width,), -7, dtype=torch.int32)
+    list_pages_on_device(
+        case.seq_lens, case.qo_indptr, case.block_tables, case.page_size, window_left, indptr, indices, last_page_lens
+    )
+    num_pages = len(on_host.paged_kv_indices)
+    assert torch.equal(indptr, on_host.paged_kv_indptr)
+    assert torch.equal(last_page_lens, on_host.paged_kv_last_page_len)
+    assert torch.equal(indices[:num_pages], on_host.paged_kv_indices)
+    assert (indices[num_pages:] == -7).all(), "written past the last page"
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LBHNC_padded"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_writer_stores_what_the_host_s_stores(head_dim: int, layout: str) -> None:
+    layer = make_layer(num_qo_heads=6, num_kv_heads=3, head_dim=head_dim)
+    expected, cache = (poisoned_cache(7, layer, 16, layout) for _ in range(2))
+    # Slices of a fused QKV output: rows lie apart.
+    fused = torch.randn(9, 12, head_dim, generator=torch.Generator().manual_seed(0))
+    k, v = fused[:, 3:6], fused[:, 6:9]
+    slots = torch.tensor([5, -1, 16, 111, 0, 63, -1, 48], dtype=torch.int64)  # one row more is padding
+    write_kv(k, v, split_kv_cache(expected, torch.float32), slots)
+    scale = torch.ones(1)
+    write_kv_with_triton(k, v, split_kv_cache(cache, torch.float32), slots, scale, scale)
+    torch.testing.assert_close(cache, expected, atol=0, rtol=0, equal_nan=True)
+
+
+def test_writer_refuses_rows_that_are_not_dense() -> None:
+    layer = make_layer()
+    pages = split_kv_cache(poisoned_cache(2, layer, 16, "LBHNC"), torch.float32)
+    new = torch.zeros(1, 2, 128)[..., ::2]
+    with pytest.raises(ValueError, match=r"stride 1 in their last dimension, not \(2, 2\)"):
+        write_kv_with_triton(new, new, pages, torch.tensor([0]), torch.ones(1), torch.ones(1))
