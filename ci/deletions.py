@@ -159,6 +159,7 @@ TRTLLM_GEN = (
         "",
     ),
     _gen("kernel's own buffer cleared with the output", "            target.zero_()\n", "            pass\n"),
+    _gen("padding kept from the output", "if staged else out[rows]\n", "if staged else out\n"),
     _gen("padding kept from the query", "(plan, q[rows], kv_pages", "(plan, q, kv_pages"),
     _gen(
         "result of an NVFP4 cache staged in fp8",
@@ -227,6 +228,7 @@ NATIVE_CALLS = (
     _native("v_scale for fp8 caches only", "v_scale=inputs.v_scale if is_fp8 else None", "v_scale=inputs.v_scale"),
     _native("padding kept from the query", "            q[: plan.num_rows],\n", "            q,\n"),
     _native("padding kept from the output", "out=out[: plan.num_rows]", "out=out"),
+    _native("padding kept from the log-sum-exp", "None if lse is None else lse[: plan.num_rows]", "lse"),
     _native("log-sum-exp from powers of two to natural", ".mul_(LOG_2)", ".mul_(1.0)"),
     _native(
         "lengths less the pages before the window", "(batch.seq_lens_cpu - batch.first_key_cpu)", "batch.seq_lens_cpu"
@@ -238,6 +240,7 @@ NATIVE_CALLS = (
     _native("causality planned", "causal=batch.causal", "causal=True"),
     _native("pages handed over head-major", 'self._workspace, "HND", backend', 'self._workspace, "NHD", backend'),
     _sinks("k_scale with sinks", "self.layer.sm_scale * (inputs.k_scale if is_fp8 else 1.0)", "self.layer.sm_scale"),
+    _sinks("padding kept from the query with sinks", "            q[: plan.num_rows],\n", "            q,\n"),
     _sinks("v_scale with sinks", "v_scale=inputs.v_scale if is_fp8 else None", "v_scale=None"),
     _sinks("window of the variant with sinks", '"use_sliding_window": is_windowed', '"use_sliding_window": False'),
 )

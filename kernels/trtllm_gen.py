@@ -5,7 +5,7 @@ from it; it has not run on a GPU here.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -239,22 +239,6 @@ class TrtllmGenKernel(AttentionKernel):
                 f"trtllm-gen serves a batch that is not causal by its prefill kernel, and {against[0]}; force another "
                 "kernel for this model."
             )
-
-
-def takes_fp8_query(layer: LayerParams, engine: EngineParams) -> bool:
-    """Whether both phases of a layer with this cache are served with a query that the engine quantizes to fp8.
-
-    One dtype goes for both phases, since the engine quantizes the query before it is split. Without it an fp8 cache
-    is decoded alone, with bfloat16, and an NVFP4 cache is not read at all.
-
-    Args:
-        layer: its query dtype is the model's, which the output keeps.
-        engine: for its GPU and its pages.
-    """
-    if layer.kv_dtype not in (FP8, NVFP4) or layer.q_dtype not in (torch.float16, torch.bfloat16):
-        return False
-    quantized = replace(layer, q_dtype=FP8)
-    return not any(TrtllmGenKernel.reasons_against(phase, quantized, engine) for phase in Phase)
 
 
 def _dtype_reasons(phase: Phase, layer: LayerParams) -> list[str]:

@@ -20,7 +20,7 @@ from vllm_attn_plugin.kernels import (
     find_toolchain,
 )
 from vllm_attn_plugin.kernels.kv_cache import NVFP4_BLOCK
-from vllm_attn_plugin.kernels.trtllm_gen import FP8, TrtllmGenKernel, takes_fp8_query
+from vllm_attn_plugin.kernels.trtllm_gen import FP8, TrtllmGenKernel
 from vllm_attn_plugin.settings import settings
 
 FP8_CACHE_DTYPES = {
@@ -58,27 +58,33 @@ def cache_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype:
     return CACHE_DTYPES[name]
 
 
-def with_query_dtype(layer: LayerParams, compute_capability: tuple[int, int] | None) -> LayerParams:
+def with_query_dtype(layer: LayerParams, engine: EngineParams) -> LayerParams:
     """The layer as its kernels will see it: with an fp8 query where vLLM is to quantize that.
 
-    It is where TRT-LLM-gen serves both phases of an fp8 or NVFP4 cache, unless the user has other kernels forced or
-    the quantization off.
+    It is where the dispatch, asked for such a query, gives both phases to TRT-LLM-gen: one dtype goes for both, since
+    vLLM quantizes the query before it is split. Without it an fp8 cache is decoded by TRT-LLM-gen alone, and an NVFP4
+    cache by nothing.
     """
     config = get_current_vllm_config_or_none()
-    asked = None if config is None else config.attention_config
-    if asked and (asked.disable_flashinfer_q_quantization or asked.use_trtllm_attention is False):
+    if config is not None and config.attention_config.disable_flashinfer_q_quantization:
         return layer
-    if not {settings().prefill_kernel, settings().decode_kernel} <= {None, TrtllmGenKernel.name}:
+    if layer.kv_dtype not in (FP8, NVFP4) or layer.q_dtype not in (torch.float16, torch.bfloat16):
         return layer
-    engine = EngineParams(
-        device=torch.device(current_platform.device_type),
-        page_size=16,  # the other sizes that vLLM may choose among ours are served alike
-        max_batch_size=1,
-        max_num_tokens=1,
-        max_seq_len=1,
-        compute_capability=compute_capability,
-    )
-    return replace(layer, q_dtype=FP8) if takes_fp8_query(layer, engine) else layer
+    quantized = replace(layer, q_dtype=FP8)
+    asked = {Phase.PREFILL: settings().prefill_kernel, Phase.DECODE: settings().decode_kernel}
+    try:
+        kernels = {
+            kernel for phase, forced in asked.items() for kernel in choose(phase, quantized, engine, forced).kernels
+        }
+    except NoKernelError:
+        return layer
+    return quantized if kernels == {TrtllmGenKernel} else layer
+
+
+def engine_to_be() -> EngineParams:
+    """What is known of the engine while its model is being built."""
+    now = {"device_capability": current_platform.get_device_capability(), "block_size": None}
+    return _engine_to_be(now, get_current_vllm_config_or_none())
 
 
 class AttnPluginBackend(AttentionBackend):
@@ -197,7 +203,8 @@ def _explain(reason: str, configuration: dict[str, Any]) -> str:
 def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
     """Ask the dispatch for kernels of each phase, with what is known before a model is built."""
     config = get_current_vllm_config_or_none()
-    layer, engine = _layer_to_be(configuration, config), _engine_to_be(configuration, config)
+    engine = _engine_to_be(configuration, config)
+    layer = with_query_dtype(_layer_to_be(configuration, config), engine)
     chosen = settings()
     reasons = []
     for phase, forced in ((Phase.PREFILL, chosen.prefill_kernel), (Phase.DECODE, chosen.decode_kernel)):
@@ -210,7 +217,7 @@ def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
 
 def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
     model = None if config is None else config.model_config
-    layer = LayerParams(
+    return LayerParams(
         num_qo_heads=1 if model is None else model.get_num_attention_heads(config.parallel_config),
         num_kv_heads=1 if model is None else model.get_num_kv_heads(config.parallel_config),
         head_dim=configuration["head_size"],
@@ -220,8 +227,6 @@ def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
         window_left=0 if configuration.get("has_sliding_window") else -1,
         has_sinks=configuration["has_sink"],
     )
-    capability = configuration["device_capability"]
-    return with_query_dtype(layer, None if capability is None else (capability.major, capability.minor))
 
 
 def _page_size(block_size: int | None) -> int:

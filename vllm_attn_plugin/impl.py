@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from vllm_attn_plugin.backend import cache_dtype, with_query_dtype
+from vllm_attn_plugin.backend import cache_dtype, engine_to_be, with_query_dtype
 from vllm_attn_plugin.builder import AttnPluginMetadata
 from vllm_attn_plugin.kernels import (
     NVFP4,
@@ -76,8 +75,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
             has_sinks=sinks is not None,
             has_alibi=alibi_slopes is not None,
         )
-        capability = current_platform.get_device_capability()
-        self.params = with_query_dtype(params, None if capability is None else (capability.major, capability.minor))
+        self.params = with_query_dtype(params, engine_to_be())
         # A name that vLLM reads: whether it quantizes the query before it hands it over.
         self.supports_quant_query_input = self.params.q_dtype != model_dtype
         self._o_scale: float | None = None

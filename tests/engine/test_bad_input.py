@@ -23,7 +23,7 @@ REFUSED_BY_US: dict[str, tuple[dict[str, Any], dict[str, str], str, str]] = {
         {"kv_cache_dtype": "nvfp4"},
         {},
         "ValueError",
-        SELECTED + "kv_cache_dtype 'nvfp4' not supported; " + CACHE_DTYPES,
+        SELECTED + "kv_cache_dtype 'nvfp4' needs a GPU of compute capability 10.x; " + CACHE_DTYPES,
     ),
     "kv_cache_dtype_of_one_byte": (
         {"kv_cache_dtype": "int8_per_token_head"},

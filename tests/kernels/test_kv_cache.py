@@ -283,6 +283,13 @@ def test_nvfp4_pages_may_lie_apart() -> None:
     assert not whole[:, 0].any()
 
 
+def test_nvfp4_cache_of_one_page_gets_canonical_strides() -> None:
+    cache = nvfp4_cache(num_pages=1)
+    pages = split_nvfp4_cache(cache.as_strided(cache.shape, (7, *cache.stride()[1:])))
+    for part in (*pages, *pages.scales):
+        assert part.stride(0) == 4 * 16 * 36
+
+
 @pytest.mark.parametrize(
     ("kv_cache", "message"),
     [

@@ -257,6 +257,13 @@ def test_padded_requests_of_a_graph(padding: int, double: NativeDouble) -> None:
     assert (step.out[3:] == 0).all()
 
 
+@pytest.mark.parametrize("kernel", [FA2Kernel, SinkKernel])
+def test_rows_that_are_no_requests_are_not_handed_over(kernel: type[NativeKernel], double: NativeDouble) -> None:
+    case = make_case(SPECS["mixed"], make_layer(dtype=BF16, sinks=kernel is SinkKernel))
+    step, _ = run(kernel, Phase.PREFILL, case, double, padding=3, with_lse=kernel is FA2Kernel)
+    step.assert_right(clears_padding=False)
+
+
 LAYERS = {
     "window": {"window_left": 20},
     "soft_cap": {"soft_cap": 5.0},

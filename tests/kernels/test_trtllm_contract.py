@@ -17,7 +17,7 @@ from trtllm_checks import CHECKS
 from trtllm_double import TrtllmGenDouble
 
 from vllm_attn_plugin.kernels import NVFP4, EngineParams, KVPages, NVFP4Pages, Phase
-from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel, takes_fp8_query
+from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, MIB, WorkspaceError, lse_bytes, trtllm_bytes, workspaces
 
 contract.require_flashinfer()
@@ -465,15 +465,6 @@ def test_reasons(layer: Any, engine: Any, message: str) -> None:
     case = make_case(SPECS["decode"], make_layer())
     (reason,) = TrtllmGenKernel.reasons_against(Phase.DECODE, make_layer(**layer), engine_of(case, **engine))
     assert re.search(message, reason), reason
-
-
-@pytest.mark.parametrize("kv_dtype", [BF16, FP8, NVFP4, torch.float8_e5m2])
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3), (12, 0)])
-def test_which_caches_take_an_fp8_query(kv_dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    engine = engine_of(make_case(SPECS["decode"], make_layer()), compute_capability=capability)
-    expected = capability[0] == 10 and kv_dtype in (FP8, NVFP4)
-    assert takes_fp8_query(make_layer(dtype=BF16, kv_dtype=kv_dtype), engine) == expected
-    assert not takes_fp8_query(make_layer(dtype=BF16, kv_dtype=kv_dtype, soft_cap=30.0), engine)
 
 
 def test_every_keyword_is_checked_and_no_check_is_stale(double: TrtllmGenDouble) -> None:

@@ -249,6 +249,11 @@ def test_padded_requests_have_rows_in_a_graph_and_none_without(double: XQADouble
     assert double.calls[-1].batch_size == 3
 
 
+@pytest.mark.parametrize("name", ["decode", "spec_decode_3", "spec_decode_ragged"])
+def test_rows_that_are_no_requests_are_not_handed_over(name: str, double: XQADouble) -> None:
+    run(make_case(SPECS[name], make_layer(dtype=BF16)), double, padding=2).assert_right(clears_padding=False)
+
+
 def run_with_padding(case: PagedCase, padding: int) -> Step:
     engine = engine_of(case, compute_capability=(9, 0), num_sms=xqa_double.NUM_SMS)
     return Step(XQAKernel, Phase.DECODE, case, engine, case.q, case.inputs, padding=padding).run({})

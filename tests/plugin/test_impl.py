@@ -62,6 +62,18 @@ def test_unknown_options_are_refused_by_name() -> None:
         construct(speed=1, rotary=None)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sinks_become_float32_once_they_are_loaded(dtype: torch.dtype) -> None:
+    """The parameter exists before its weights do: its values at construction mean nothing."""
+    loaded = torch.zeros(4, dtype=dtype)
+    impl = construct(sinks=loaded)
+    loaded += torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=dtype)
+    impl.process_weights_after_loading(dtype)
+    assert impl.sinks is not None
+    assert impl.sinks.dtype == torch.float32
+    assert impl.sinks.tolist() == [0.5, -1.0, 2.0, 0.25]
+
+
 @pytest.mark.parametrize("kind", [AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
 def test_other_than_decoders_are_refused(kind: AttentionType) -> None:
     with pytest.raises(

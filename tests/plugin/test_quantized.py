@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import nvfp4_split_data_scale
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm_doubles import LayerDouble, common_metadata, default_dtype, engine_config, make_config
 
-from vllm_attn_plugin import backend, builder, impl
+from vllm_attn_plugin import backend, builder
 from vllm_attn_plugin.backend import AttnPluginBackend
 from vllm_attn_plugin.builder import (
     AttnPluginMetadata,
@@ -34,7 +34,7 @@ from vllm_attn_plugin.builder import (
     engine_params,
 )
 from vllm_attn_plugin.impl import AttnPluginImpl
-from vllm_attn_plugin.kernels import NVFP4, EngineParams, LayerParams, Phase, split_nvfp4_cache
+from vllm_attn_plugin.kernels import NVFP4, EngineParams, LayerParams, Phase, Toolchain, split_nvfp4_cache
 from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel
 from vllm_attn_plugin.metadata import split_decode_prefill
 
@@ -53,7 +53,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
             get_device_capability=lambda: DeviceCapability(major, minor), is_cuda=lambda: True, device_type="cpu"
         )
         monkeypatch.setattr(backend, "current_platform", gpu)
-        monkeypatch.setattr(impl, "current_platform", gpu)
+        monkeypatch.setattr(backend, "find_toolchain", Toolchain)
 
     return say
 
@@ -268,6 +268,12 @@ def test_no_quantization_without_trtllm_kernels(on: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: engine_config(use_trtllm=False))
     assert not make_impl(make_layer(), "fp8").supports_quant_query_input
     assert backend.AttnPluginBackend.validate_configuration(**configuration("fp8", 10, 0)) == []
+
+
+def test_no_quantization_where_the_kernels_code_cannot_be_had(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(10)
+    monkeypatch.setattr(backend, "find_toolchain", lambda: Toolchain(has_flashinfer=False))
+    assert not make_impl(make_layer(), "fp8").supports_quant_query_input
 
 
 def configuration(cache: str, *capability: int) -> dict[str, Any]:
