@@ -15,6 +15,7 @@ from paged_cases import PagedCase, make_case, make_layer
 from vllm_attn_plugin.kernels import Phase, split_kv_cache
 from vllm_attn_plugin.kernels.flashinfer_native import FA2Kernel, FA3Kernel, NativeKernel
 from vllm_attn_plugin.kernels.flashinfer_sinks import SinkKernel
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES
 from vllm_attn_plugin.kernels.workspace import native_bytes, workspaces
 
 contract.require_flashinfer()
@@ -67,7 +68,7 @@ def kernel_class(step: Step) -> type[NativeKernel]:
 def check_backend(value: str, step: Step, raw: Run) -> None:
     expected = {FA2Kernel: "fa2", FA3Kernel: "fa3"}.get(step.kernel_type)
     if expected is None:
-        expected = "fa2" if step.case.layer.kv_dtype == FP8 else "fa3"
+        expected = "fa3" if step.case.layer.kv_dtype == step.case.layer.q_dtype else "fa2"
     assert raw.module.backend == value == expected
 
 
@@ -116,13 +117,13 @@ def check_jit_kwargs(value: Any, step: Step, raw: Run) -> None:
 
 
 def check_k_scale(value: float | None, step: Step, raw: Run) -> None:
-    is_fp8 = step.case.layer.kv_dtype == FP8
+    is_fp8 = step.case.layer.kv_dtype in FP8_DTYPES
     assert value == (step.inputs.k_scale if is_fp8 else None)
     assert raw.sm_scale == pytest.approx(step.case.layer.sm_scale * (value or 1.0))
 
 
 def check_v_scale(value: float | None, step: Step, raw: Run) -> None:
-    assert value == (step.inputs.v_scale if step.case.layer.kv_dtype == FP8 else None)
+    assert value == (step.inputs.v_scale if step.case.layer.kv_dtype in FP8_DTYPES else None)
 
 
 def check_out(value: torch.Tensor, step: Step, raw: Run) -> None:
@@ -232,9 +233,10 @@ def test_half_precision(kernel: type[NativeKernel], phase: Phase, name: str, dou
 
 
 @pytest.mark.parametrize(("phase", "name"), PHASE_SPECS)
-def test_fp8_cache(phase: Phase, name: str, double: NativeDouble) -> None:
+@pytest.mark.parametrize("kv_dtype", [FP8, torch.float8_e5m2])
+def test_fp8_cache(kv_dtype: torch.dtype, phase: Phase, name: str, double: NativeDouble) -> None:
     """FlashInfer multiplies by v_scale after the kernel has rounded: powers of two stay exact."""
-    case = make_case(SPECS[name], make_layer(dtype=torch.float16, kv_dtype=FP8), k_scale=0.25, v_scale=2.0)
+    case = make_case(SPECS[name], make_layer(dtype=torch.float16, kv_dtype=kv_dtype), k_scale=0.25, v_scale=2.0)
     run(FA2Kernel, phase, case, double)[0].assert_right()
 
 
@@ -292,14 +294,17 @@ def test_layouts(layout: str, kernel: type[NativeKernel], double: NativeDouble) 
     assert double.runs[-1].k_cache.stride() == pages.k.stride()
 
 
-@pytest.mark.parametrize("name", ["mixed", "decode"])
+@pytest.mark.parametrize(("phase", "name"), [(Phase.PREFILL, "mixed"), (Phase.DECODE, "decode")])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window_left", [-1, 20])
-@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
-def test_sinks(name: str, window_left: int, kv_dtype: torch.dtype, double: NativeDouble) -> None:
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8, torch.float8_e5m2])
+def test_sinks(
+    kv_dtype: torch.dtype, window_left: int, causal: bool, phase: Phase, name: str, double: NativeDouble
+) -> None:
     layer = make_layer(dtype=BF16, kv_dtype=kv_dtype, sinks=True, window_left=window_left)
-    scales = {"k_scale": 0.25, "v_scale": 2.0} if kv_dtype == FP8 else {"k_scale": 1.0, "v_scale": 1.0}
-    case = make_case(SPECS[name], layer, **scales)
-    run(SinkKernel, Phase.PREFILL, case, double)[0].assert_right()
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if kv_dtype == BF16 else {"k_scale": 0.25, "v_scale": 2.0}
+    case = make_case(SPECS[name], layer, causal=causal, **scales)
+    run(SinkKernel, phase, case, double)[0].assert_right()
     assert double.runs[-1].sinks is case.inputs.sinks
 
 
