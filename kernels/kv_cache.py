@@ -1,5 +1,6 @@
 """The pages of a KV cache, taken by stride from any layout, and the writer of new keys and values."""
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ class KVPages(NamedTuple):
 
     Attributes:
         k, v: `[num_pages, num_kv_heads, page_size, head_dim]`; the last dimension has stride 1, the others any stride.
+            A token's values lie directly behind its keys.
     """
 
     k: torch.Tensor
@@ -240,23 +242,31 @@ def write_nvfp4_on_gpu(
     torch.ops._C_cache_ops.reshape_and_cache_flash(k, v, keys, values, slot_mapping, "nvfp4", k_scale, v_scale)
 
 
-def gather_pages(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
-    """Copy some pages of keys or values, each request's side by side, as float32.
+def gather_pages(kv_pages: KVPages, page_ids: torch.Tensor) -> torch.Tensor:
+    """Copy some pages, keys and values together, each request's side by side, as float32.
 
     Args:
-        pages: `[num_pages, num_kv_heads, page_size, head_dim]`, any dtype and strides.
+        kv_pages: any dtype and strides.
         page_ids: int64 `[num_requests, pages_each]`.
 
     Returns:
-        float32 `[num_kv_heads, num_requests, pages_each * page_size, head_dim]`, dense. Only the pages named are
-        read: the memory taken does not depend on the size of the cache.
+        float32 `[num_kv_heads, num_requests, pages_each * page_size, 2 * head_dim]`, dense, keys in the first half of
+        the last dimension and values in the second. Only the pages named are read: the memory taken does not depend
+        on the size of the cache.
+
+    Raises:
+        IndexError: a page lies outside the cache (on a CPU; a GPU stops with an assertion).
     """
     num_requests, pages_each = page_ids.shape
-    _, num_heads, page_size, head_dim = pages.shape
-    # By dimension 0: index_select along another dimension first makes the whole cache contiguous.
-    gathered = _as_storage(pages).index_select(0, page_ids.flatten()).view(pages.dtype)
-    dense = torch.empty(
-        (num_heads, num_requests, pages_each, page_size, head_dim), dtype=torch.float32, device=pages.device
-    )
-    dense.copy_(gathered.view(num_requests, pages_each, num_heads, page_size, head_dim).permute(2, 0, 1, 3, 4))
-    return dense.view(num_heads, num_requests, pages_each * page_size, head_dim)
+    num_pages, num_heads, page_size, head_dim = kv_pages.k.shape
+    k = _as_storage(kv_pages.k)
+    page_stride, head_stride, token_stride, _ = k.stride()
+    # One head of one page as a row: in head-major layouts it is dense, keys and values, and is copied in one piece.
+    # All rows as one dimension, the first: selecting along another makes the whole cache contiguous before.
+    step = gcd(page_stride, head_stride)
+    num_rows = ((num_pages - 1) * page_stride + (num_heads - 1) * head_stride) // step + 1
+    rows = k.as_strided((num_rows, page_size, 2 * head_dim), (step, token_stride, 1))
+    heads = torch.arange(num_heads, device=page_ids.device).view(-1, 1, 1)
+    row_ids = page_ids * (page_stride // step) + heads * (head_stride // step)
+    gathered = rows.index_select(0, row_ids.flatten()).view(kv_pages.k.dtype)
+    return gathered.float().view(num_heads, num_requests, pages_each * page_size, 2 * head_dim)

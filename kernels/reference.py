@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_attn_plugin.kernels import reasons
 from vllm_attn_plugin.kernels.interface import (
@@ -29,6 +30,9 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TILE_LOGITS = 4 * 1024 * 1024
 # Gathered keys of one tile, in elements, over all heads: 32 MiB as float32, and as much again for the values.
 MAX_TILE_KEYS = 8 * 1024 * 1024
+# Requests share a tile up to so many gathered keys a thread, in elements: 2 MiB as float32, and as much again for the
+# values. They are still in the caches when they are used; with many more, a decode takes up to twice as long.
+MAX_SHARED_KEYS_PER_THREAD = 512 * 1024
 # Requests share a tile while padding them to the tile's longest costs less than this times the real work.
 MAX_PADDING = 1.5
 
@@ -58,6 +62,8 @@ class Tile:
         blind: bool `[R, T]`, True for a query that sees no key; None where every one sees some.
         absent: int64, the entries of `[R * L]` that hold no key of the request: anything may lie there, NaN included.
         distance: float32 `[R, T, L]`, key position minus query position, for ALiBi; None where no layer asks.
+        decode_mask: float32 `[1, R, 1, L]`, -inf for hidden keys and 0 for others, where torch's fused attention can
+            serve the tile; else None.
         real_rows: int64, the entries of `rows` that are not padding; None where all are real.
     """
 
@@ -67,6 +73,7 @@ class Tile:
     blind: torch.Tensor | None
     absent: torch.Tensor
     distance: torch.Tensor | None
+    decode_mask: torch.Tensor | None
     real_rows: torch.Tensor | None
 
 
@@ -201,7 +208,7 @@ def _fits(group: list[_Block], block: _Block, work: int, page_size: int, layer: 
     keys = num_pages * page_size
     padded = size * block.num_rows * num_pages
     return (
-        size * keys * layer.num_kv_heads * layer.head_dim <= MAX_TILE_KEYS
+        size * keys * layer.num_kv_heads * layer.head_dim <= MAX_SHARED_KEYS_PER_THREAD * torch.get_num_threads()
         and size * block.num_rows * keys * layer.num_qo_heads <= MAX_TILE_LOGITS
         and padded <= MAX_PADDING * work
     )
@@ -239,8 +246,19 @@ def _make_tile(batch: PagedBatch, blocks: list[_Block], layer: LayerParams, devi
         blind=on_device(blind, torch.bool) if blind.any() else None,
         absent=on_device(np.flatnonzero(absent), torch.int64),
         distance=on_device(distance, torch.float32) if layer.has_alibi else None,
+        decode_mask=_decode_mask(hidden, layer) if device.type == "cpu" else None,
         real_rows=None if is_real.all() else on_device(np.flatnonzero(is_real), torch.int64),
     )
+
+
+def _decode_mask(hidden: npt.NDArray[np.bool_], layer: LayerParams) -> torch.Tensor | None:
+    """The mask for torch's fused attention, where each block is one query and the layer asks for no more than a mask.
+
+    More queries would need it written out for every head of a group.
+    """
+    if hidden.shape[1] > 1 or layer.logits_soft_cap > 0 or layer.has_alibi:
+        return None
+    return torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32)).view(1, len(hidden), 1, -1)
 
 
 def _run_tile(
@@ -290,27 +308,45 @@ def _run_tile_heads(
     """Compute the heads given of one tile and scatter its rows into `out` (and `lse`)."""
     num_blocks, num_rows, num_keys = tile.hidden.shape
     group = layer.num_qo_heads // layer.num_kv_heads
-    shape = (layer.num_kv_heads, num_blocks, group, num_rows)
     # Query heads of a group lie side by side, so that one product serves all heads that share keys.
-    scaled = q[tile.rows].float().mul_(layer.sm_scale * inputs.k_scale)
+    scaled = q.index_select(0, tile.rows).float().mul_(layer.sm_scale * inputs.k_scale)
     scaled = scaled.view(num_blocks, num_rows, layer.num_kv_heads, group, layer.head_dim).permute(2, 0, 3, 1, 4)
-    keys = gather_pages(kv_pages.k, tile.page_ids)
-    logits = torch.matmul(scaled.reshape(layer.num_kv_heads, num_blocks, group * num_rows, layer.head_dim), keys.mT)
-    del keys
-    logits = _shape_logits(logits.view(*shape, num_keys), tile, layer, inputs)
-    values = gather_pages(kv_pages.v, tile.page_ids)
+    scaled = scaled.reshape(layer.num_kv_heads, num_blocks, group * num_rows, layer.head_dim)
+    gathered = gather_pages(kv_pages, tile.page_ids)
     # A weight of 0 does not silence a NaN.
-    values.view(layer.num_kv_heads, -1, layer.head_dim).index_fill_(1, tile.absent, 0)
-    weights = torch.softmax(logits, -1).view(layer.num_kv_heads, num_blocks, group * num_rows, num_keys)
-    result = torch.matmul(weights, values).view(*shape, layer.head_dim)
+    gathered.view(layer.num_kv_heads, num_blocks * num_keys, -1).index_fill_(1, tile.absent, 0)
+    keys, values = gathered[..., : layer.head_dim], gathered[..., layer.head_dim :]
+    result, log_sum = _attend(scaled, keys, values, tile, layer, inputs, lse is not None)
+    result = result.view(layer.num_kv_heads, num_blocks, group, num_rows, layer.head_dim)
     if inputs.v_scale != 1:
         result.mul_(inputs.v_scale)
-    log_sum = _log_sum(logits, layer, inputs, result) if inputs.sinks is not None or lse is not None else None
     if tile.blind is not None:
         result.masked_fill_(tile.blind[None, :, None, :, None], 0)
     _scatter(result.permute(1, 3, 0, 2, 4).reshape(-1, layer.num_qo_heads, layer.head_dim), tile, out)
     if lse is not None and log_sum is not None:
         _scatter(log_sum.permute(1, 3, 0, 2, 4).reshape(-1, layer.num_qo_heads), tile, lse)
+
+
+def _attend(
+    scaled: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tile: Tile,
+    layer: LayerParams,
+    inputs: KernelInputs,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weighted values `[num_kv_heads, R, group * T, head_dim]`, and `_log_sum` where it is needed."""
+    if tile.decode_mask is not None and inputs.sinks is None and not wants_lse:
+        # One operation for four: each ends in a barrier of all threads, and in a decode that is much of its time.
+        return scaled_dot_product_attention(scaled, keys, values, attn_mask=tile.decode_mask, scale=1.0), None
+    num_blocks, num_rows, num_keys = tile.hidden.shape
+    logits = torch.matmul(scaled, keys.mT).view(layer.num_kv_heads, num_blocks, -1, num_rows, num_keys)
+    logits = _shape_logits(logits, tile, layer, inputs)
+    result = torch.matmul(torch.softmax(logits, -1).flatten(2, 3), values)
+    if inputs.sinks is None and not wants_lse:
+        return result, None
+    return result, _log_sum(logits, layer, inputs, result)
 
 
 def _shape_logits(logits: torch.Tensor, tile: Tile, layer: LayerParams, inputs: KernelInputs) -> torch.Tensor:
@@ -333,7 +369,7 @@ def _log_sum(logits: torch.Tensor, layer: LayerParams, inputs: KernelInputs, res
     if inputs.sinks is None:
         return log_sum
     with_sink = torch.logaddexp(log_sum, _per_head(inputs.sinks, layer))
-    result.mul_((log_sum - with_sink).exp_())
+    result.mul_((log_sum - with_sink).exp_().flatten(2, 3))
     return with_sink
 
 

@@ -57,10 +57,33 @@ def test_gathered_pages_are_what_was_written(layout: str) -> None:
     k, v = new_tokens(len(slots))
     write_kv(k, v, pages, slots)
     page_ids = torch.tensor([[4, 0], [2, 4]])
-    for stored, new in ((pages.k, k), (pages.v, v)):
+    for stored, new in zip(gather_pages(pages, page_ids).split(HEAD_DIM, dim=-1), (k, v), strict=True):
         by_slot = new.flip(0).view(NUM_PAGES, PAGE_SIZE, HEADS, HEAD_DIM)
         expected = by_slot[page_ids].permute(3, 0, 1, 2, 4).reshape(HEADS, 2, 2 * PAGE_SIZE, HEAD_DIM)
-        assert torch.equal(gather_pages(stored, page_ids), expected)
+        assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_some_heads(layout: str, dtype: torch.dtype, heads: slice) -> None:
+    pages = split_kv_cache(make_cache(layout, dtype), dtype)
+    slots = torch.arange(NUM_PAGES * PAGE_SIZE)
+    write_kv(*new_tokens(len(slots)), pages, slots)
+    page_ids = torch.tensor([[4, 0, 5], [2, 4, 3]])
+    gathered = gather_pages(KVPages(pages.k[:, heads], pages.v[:, heads]), page_ids)
+    assert gathered.dtype == torch.float32
+    assert gathered.is_contiguous()
+    assert torch.equal(gathered, gather_pages(pages, page_ids)[heads])
+
+
+@pytest.mark.parametrize("page", [-1, NUM_PAGES, 2**30])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_page_outside_the_cache_is_not_read(layout: str, page: int) -> None:
+    """Also where the next page's place in memory is another head's or another layer's."""
+    pages = split_kv_cache(make_cache(layout), torch.float32)
+    with pytest.raises(IndexError):
+        gather_pages(pages, torch.tensor([[0, page]]))
 
 
 UNWRITTEN = {

@@ -51,6 +51,70 @@ def test_every_spec_with_every_option(spec: BatchSpec, option: str) -> None:
     assert_close_to_formula(case, *case.run())
 
 
+def run_on(case: PagedCase, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """Run a case with a query and an output of one's own."""
+    kernel = ReferenceKernel(Phase.PREFILL, case.layer, case.engine())
+    pages = split_kv_cache(case.kv_cache, case.layer.kv_dtype)
+    kernel.run(kernel.plan(case.batch()), q, pages, out, case.inputs, lse)
+
+
+def run_without_lse(case: PagedCase) -> torch.Tensor:
+    """The output alone, as an engine asks for it: a plain decode then takes torch's fused attention."""
+    out = torch.full_like(case.q, float("nan"))
+    run_on(case, case.q, out)
+    return out
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+def test_every_spec_with_every_option_without_lse(spec: BatchSpec, option: str) -> None:
+    case = case_with(spec, OPTIONS[option])
+    assert_close_to_formula(case, run_without_lse(case))
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (4, 1), (2, 2)], ids=["9/3", "4/1", "2/2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=ids)
+def test_decode_without_lse(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, layout: str, heads: tuple[int, int]
+) -> None:
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if kv_dtype else {}
+    more = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "kv_dtype": kv_dtype, "layout": layout, **scales}
+    case = case_with(BatchSpec("decode", (1,) * 5, (1, 48, 700, 33, 16)), {}, dtype=dtype, **more)
+    assert_close_to_formula(case, run_without_lse(case))
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0])
+def test_large_logits_do_not_overflow_without_lse(scale: float) -> None:
+    case = case_with(BatchSpec("decode", (1, 1), (700, 33)), {"sm_scale": scale})
+    out = run_without_lse(case)
+    assert out.isfinite().all()
+    # As below: rounding of logits in the thousands decides where two keys are nearly as good.
+    assert (out.double() - case.expected()[0]).abs().median() < 1e-4
+
+
+def test_fused_attention_serves_plain_decodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fused(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+
+    monkeypatch.setattr(reference, "scaled_dot_product_attention", fused)
+    fused_for = set()
+    for name, options in OPTIONS.items():
+        calls.clear()
+        run_without_lse(case_with(SPECS["decode"], options))
+        if calls:
+            fused_for.add(name)
+    assert fused_for == {"plain", "window_10", "window_15", "window_self_only", "non_causal"}
+    calls.clear()
+    case_with(SPECS["decode"], {}).run()
+    run_without_lse(case_with(SPECS["chunked_prefill"], {}))
+    assert not calls, "an LSE was asked for, or several queries stand in a row"
+
+
 @pytest.mark.parametrize("option", ["plain", "window_10", "soft_cap", "sinks", "everything"])
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -139,9 +203,20 @@ LIMITS: dict[str, dict[str, float]] = {
     "few_logits": {"MAX_TILE_LOGITS": 4 * 80 * 3},
     "keys_of_one_head": {"MAX_TILE_KEYS": 1},
     "few_keys": {"MAX_TILE_KEYS": 2 * 64 * 80},
+    "tiles_of_one_request": {"MAX_SHARED_KEYS_PER_THREAD": 1},
     "no_padding": {"MAX_PADDING": 1.0},
-    "everything_small": {"MAX_TILE_LOGITS": 4 * 80 * 2, "MAX_TILE_KEYS": 64 * 16, "MAX_PADDING": 1.0},
-    "all_in_one": {"MAX_TILE_LOGITS": 2**40, "MAX_TILE_KEYS": 2**40, "MAX_PADDING": 1e9},
+    "everything_small": {
+        "MAX_TILE_LOGITS": 4 * 80 * 2,
+        "MAX_TILE_KEYS": 64 * 16,
+        "MAX_SHARED_KEYS_PER_THREAD": 64 * 16,
+        "MAX_PADDING": 1.0,
+    },
+    "all_in_one": {
+        "MAX_TILE_LOGITS": 2**40,
+        "MAX_TILE_KEYS": 2**40,
+        "MAX_SHARED_KEYS_PER_THREAD": 2**40,
+        "MAX_PADDING": 1e9,
+    },
 }
 
 
@@ -159,6 +234,7 @@ def test_tile_limits_do_not_change_the_answer(
         monkeypatch.setattr(reference, name, value)
     out, lse = case.run()
     assert_close_to_formula(case, out, lse)
+    assert_close_to_formula(case, run_without_lse(case))
     torch.testing.assert_close(out, untiled_out, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse, untiled_lse, rtol=0, atol=1e-5)
 
@@ -174,6 +250,8 @@ def test_tile_limits_above_do_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LIMITS["all_in_one"].items():
         monkeypatch.setattr(reference, name, value)
     assert [blocks for blocks, _, _ in tile_sizes(kernel.plan(case.batch()))] == [len(case.spec.q_lens)]
+    monkeypatch.setattr(reference, "MAX_SHARED_KEYS_PER_THREAD", 1)
+    assert {blocks for blocks, _, _ in tile_sizes(kernel.plan(case.batch()))} == {1}
 
 
 def test_causal_blocks_do_not_gather_keys_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,20 +262,13 @@ def test_causal_blocks_do_not_gather_keys_behind_them(monkeypatch: pytest.Monkey
     assert sorted(keys for _, _, keys in tile_sizes(plan)) == [16, 32, 48, 64]
 
 
-def run_on(case: PagedCase, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Run a case with a query and an output of one's own."""
-    kernel = ReferenceKernel(Phase.PREFILL, case.layer, case.engine())
-    pages = split_kv_cache(case.kv_cache, case.layer.kv_dtype)
-    kernel.run(kernel.plan(case.batch()), q, pages, out, case.inputs, lse)
-
-
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (1, 1)], ids=["4/2", "6/1", "1/1"])
 @pytest.mark.parametrize("limits", ["few_keys", "all_in_one"])
 def test_strided_query_and_output(heads: tuple[int, int], limits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LIMITS[limits].items():
         monkeypatch.setattr(reference, name, value)
     case = case_with(SPECS["mixed"], {}, num_qo_heads=heads[0], num_kv_heads=heads[1])
-    expected, _ = case.run()
+    expected = run_without_lse(case)
     tokens, num_heads, head_dim = case.q.shape
     head_major = case.q.transpose(0, 1).contiguous().transpose(0, 1)
     fused = torch.full((tokens, num_heads + 5, head_dim), float("nan"))
@@ -258,7 +329,7 @@ def test_one_plan_serves_every_layer() -> None:
 def test_plan_outlives_the_buffers_it_was_made_from() -> None:
     """An engine writes the next step into the same tensors."""
     case = case_with(SPECS["mixed"], {})
-    expected, _ = case.run()
+    expected = run_without_lse(case)
     kernel = ReferenceKernel(Phase.PREFILL, case.layer, case.engine())
     plan = kernel.plan(case.batch())
     for tensor in (case.qo_indptr, case.seq_lens, case.block_tables):
