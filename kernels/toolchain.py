@@ -6,13 +6,18 @@ asks ninja each time whether that is up to date, and ninja then wants the CUDA t
 """
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+# The first FlashInfer whose calls take all that ours pass; older ones stop with a TypeError in the first step.
+OLDEST_FLASHINFER = (0, 7, 2)
 # Where FlashInfer looks last for the CUDA toolkit.
 DEFAULT_CUDA_HOME = "/usr/local/cuda"
 
@@ -31,11 +36,13 @@ class Toolchain:
 
     Attributes:
         has_flashinfer: whether the package is installed.
+        flashinfer_version: its version; None where it is not known, which is taken as new enough.
         obstacle: what keeps it from compiling; None where nothing does.
         prebuilt_folders: where it finds modules that are compiled, each in a folder of its own name.
     """
 
     has_flashinfer: bool = True
+    flashinfer_version: str | None = None
     obstacle: Obstacle | None = None
     prebuilt_folders: tuple[Path, ...] = ()
 
@@ -48,6 +55,9 @@ class Toolchain:
         """
         if not self.has_flashinfer:
             return ["flashinfer-python is not installed, install vllm-attn-plugin[gpu]"]
+        if self.flashinfer_version is not None and _numbers(self.flashinfer_version) < OLDEST_FLASHINFER:
+            oldest = ".".join(map(str, OLDEST_FLASHINFER))
+            return [f"flashinfer-python {self.flashinfer_version} is too old, install {oldest} or newer"]
         if self.obstacle is None or (modules and all(self._is_prebuilt(names) for names in modules)):
             return []
         wants = f"its code must be compiled, but {self.obstacle.problem}: {self.obstacle.remedy}"
@@ -55,6 +65,11 @@ class Toolchain:
 
     def _is_prebuilt(self, names: tuple[str, ...]) -> bool:
         return any((folder / name / f"{name}.so").exists() for folder in self.prebuilt_folders for name in names)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release's numbers: (0, 7, 2) for 0.7.2.post1."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[: len(OLDEST_FLASHINFER)])
 
 
 def find_obstacle(variables: Mapping[str, str]) -> Obstacle | None:
@@ -85,7 +100,18 @@ def find_toolchain() -> Toolchain:
     """This machine's toolchain, looked for once a process; FlashInfer is imported only where it cannot compile."""
     has_flashinfer = find_spec("flashinfer") is not None
     obstacle = find_obstacle(os.environ)
-    return Toolchain(has_flashinfer, obstacle, _prebuilt_folders() if has_flashinfer and obstacle else ())
+    return Toolchain(
+        has_flashinfer=has_flashinfer,
+        flashinfer_version=_installed_version() if has_flashinfer else None,
+        obstacle=obstacle,
+        prebuilt_folders=_prebuilt_folders() if has_flashinfer and obstacle else (),
+    )
+
+
+def _installed_version() -> str | None:
+    with suppress(PackageNotFoundError):  # built from source, it may have no distribution of that name
+        return version("flashinfer-python")
+    return None
 
 
 def _prebuilt_folders() -> tuple[Path, ...]:

@@ -150,6 +150,18 @@ def test_without_flashinfer_nothing_else_is_asked() -> None:
     assert "nvcc" not in message
 
 
+@pytest.mark.parametrize("old", ["0.6.14", "0.7.1", "0.7.1.post3"])
+def test_flashinfer_that_is_too_old_is_refused_by_its_version(old: str) -> None:
+    engine = replace(H200, toolchain=Toolchain(flashinfer_version=old))
+    message = refusal(Phase.DECODE, engine)
+    assert f"flashinfer-python {old} is too old, install 0.7.2 or newer" in message
+
+
+@pytest.mark.parametrize("new", ["0.7.2", "0.7.2.post1", "0.7.10", "0.8.0rc1", "1.0", None])
+def test_flashinfer_that_is_new_enough_serves(new: str | None) -> None:
+    assert Toolchain(flashinfer_version=new).reasons_against(()) == []
+
+
 def test_layer_that_a_kernel_refuses_anyway_is_not_told_of_the_compiler() -> None:
     engine = replace(H200, toolchain=Toolchain(obstacle=NO_NVCC))
     assert "nvcc" not in refusal(Phase.DECODE, engine, replace(BF16, head_dim=80), forced="flashinfer-fa2")
@@ -260,3 +272,11 @@ def test_machine_without_flashinfer_is_found_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
     assert not find_toolchain().has_flashinfer
     assert find_toolchain().prebuilt_folders == ()
+
+
+@pytest.mark.usefixtures("fresh_search")
+def test_installed_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: object())
+    monkeypatch.setattr(toolchain, "version", lambda name: {"flashinfer-python": "0.6.14"}[name])
+    monkeypatch.setattr(toolchain, "find_obstacle", lambda variables: None)
+    assert find_toolchain().flashinfer_version == "0.6.14"
