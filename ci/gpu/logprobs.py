@@ -162,15 +162,17 @@ class Served:
     detail: str
 
 
-def serve(name: str, backend: str, gpus: str, logs: Path) -> Served:
-    """Run one engine in a process of its own; its log goes to a file."""
+def serve(name: str, backend: str, gpus: str, logs: Path, resume: bool = False) -> Served:
+    """Run one engine in a process of its own, unless an answer is kept; its log goes to a file beside the answer."""
     stem = f"{name}-{backend}".replace(",", "").replace(" ", "-")
     output, log = logs / f"{stem}.json", logs / f"{stem}.log"
     command = [sys.executable, "-W", "ignore", "-m", "ci.gpu.logprobs", "--run", name, backend, str(output)]
     environment = os.environ | CASES[name].environment | {"CUDA_VISIBLE_DEVICES": gpus}
-    with log.open("w") as sink:
-        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
-        _await(process, output)
+    if not (resume and output.exists() and log.exists()):
+        output.unlink(missing_ok=True)
+        with log.open("w") as sink:
+            process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
+            _await(process, output)
     text = log.read_text()
     kernels = sorted({line.strip() for line in KERNELS_LINE.findall(text)})
     if (backend == CANDIDATE) != bool(kernels):
@@ -235,7 +237,7 @@ def compare_all(options: argparse.Namespace, record: Record) -> None:
             needs_all = CASES[name].engine.get("tensor_parallel_size", 1) > 1
             visible = options.gpus if needs_all else gpus[number % len(gpus)]
             for backend in (BASE, CANDIDATE, *CASES[name].peers):
-                pending[name, backend] = pool.submit(serve, name, backend, visible, options.logs)
+                pending[name, backend] = pool.submit(serve, name, backend, visible, options.logs, options.resume)
         served: dict[str, dict[str, Served]] = {}
         for name in wanted:
             backends = (BASE, CANDIDATE, *CASES[name].peers)
@@ -258,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=Path("logprobs-logs"), help="a folder for the engines' logs")
     parser.add_argument("--output", type=Path, help="where to write; default ci/results/<gpu>/logprobs.json")
     parser.add_argument("--revision", default="", help="the commit that is checked, to be kept with the result")
+    parser.add_argument("--resume", action="store_true", help="take the answers that --logs holds as they are")
     parser.add_argument("--run", nargs=3, metavar=("CASE", "BACKEND", "OUTPUT"), help="run one engine only")
     options = parser.parse_args(arguments)
     if options.run:

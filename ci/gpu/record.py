@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +47,17 @@ class Record:
     rows: list[Any] = field(default_factory=list)
     finished: bool = False
     written: float = 0.0
+
+    def resume(self, row_type: Callable[..., Any]) -> None:
+        """Take over what passed in the file that is there, if it is of the same code on the same GPU and versions."""
+        if not self.output.exists():
+            return
+        earlier = json.loads(self.output.read_text())
+        if any(earlier.get(name) != self.header[name] for name in ("gpu", "driver", "versions", "revision")):
+            return
+        run = {"date": earlier["date"], "command": earlier["command"]}
+        self.header["earlier_runs"] = [*earlier.get("earlier_runs", []), run]
+        self.rows += [row_type(**row) for row in earlier["rows"] if row["outcome"] == "passed"]
 
     def add(self, row: Any) -> None:
         """Take a row; write the file if it was not written a moment ago."""

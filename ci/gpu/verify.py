@@ -81,6 +81,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ci.gpu.verify", description=__doc__)
     parser.add_argument("--output", type=Path, help="where to write; default ci/results/<gpu>/verify.json")
     parser.add_argument("--revision", default="", help="the commit that is checked, to be kept with the result")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what passed in the output that is there, of the same revision"
+    )
     parser.add_argument("-k", dest="only", default="", help="pytest's -k: which checks to run")
     parser.add_argument(
         "-n", dest="workers", default="0", help="processes (pytest-xdist); kernels then compile in parallel"
@@ -88,11 +91,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def pytest_arguments(options: argparse.Namespace) -> list[str]:
+def pytest_arguments(options: argparse.Namespace, passed: Sequence[str]) -> list[str]:
     """How pytest is started: without its terminal output, which pyproject.toml's options need; so without that file."""
     arguments = ["-c", os.devnull, "-o", f"pythonpath={ROOT / 'tests/support'}", "--import-mode=importlib"]
     arguments += [f"--rootdir={ROOT}", str(ROOT / "tests/gpu"), "-p", "no:terminal", "-p", "no:cacheprovider"]
-    arguments += ["-k", options.only]
+    arguments += ["-k", options.only, *(f"--deselect=tests/gpu/{check}" for check in passed)]
     # Checks come with one of each compiled module first; small chunks spread those over the processes.
     return arguments + (["-n", options.workers, "--maxschedchunk=1"] if options.workers != "0" else [])
 
@@ -103,8 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = this_machine("gpu")
     output = options.output or ROOT / "ci/results" / machine.label / "verify.json"
     record = Record(output, header(machine, "ci.gpu.verify", arguments, options.revision))
-    print(f"{machine.name}, driver {machine.driver}, {record.header['versions']}")
-    pytest.main(pytest_arguments(options), plugins=[Recorder(record)])
+    if options.resume:
+        record.resume(Row)
+    print(f"{machine.name}, driver {machine.driver}, {record.header['versions']}; {len(record.rows)} checks kept")
+    passed = [row.check for row in record.rows]
+    pytest.main(pytest_arguments(options, passed), plugins=[Recorder(record)])
     record.rows.sort(key=lambda row: row.check)
     all_passed = record.finish()
     failed = sum(row.outcome == "failed" for row in record.rows)

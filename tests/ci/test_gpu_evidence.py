@@ -32,6 +32,46 @@ def test_record_survives_a_run_cut_short(tmp_path: Path) -> None:
     assert (whole["finished"], whole["passed"], whole["failed"]) == (True, 1, 1)
 
 
+HEADER = {
+    "gpu": "a GPU",
+    "driver": "1",
+    "versions": {"vllm": "2"},
+    "revision": "abc",
+    "date": "today",
+    "command": "run",
+}
+
+
+def test_resumed_run_keeps_what_passed(tmp_path: Path) -> None:
+    first = Record(tmp_path / "result.json", dict(HEADER))
+    first.rows = [_Row("good", "passed"), _Row("bad", "failed"), _Row("elsewhere", "skipped")]
+    first.write()
+    second = Record(first.output, {**HEADER, "date": "tomorrow"})
+    second.resume(_Row)
+    assert second.rows == [_Row("good", "passed")]
+    second.add(_Row("bad", "passed"))
+    assert second.finish()
+    assert json.loads(second.output.read_text())["earlier_runs"] == [{"date": "today", "command": "run"}]
+
+
+@pytest.mark.parametrize("changed", ["gpu", "driver", "versions", "revision"])
+def test_result_of_other_code_or_another_machine_is_not_resumed(changed: str, tmp_path: Path) -> None:
+    first = Record(tmp_path / "result.json", dict(HEADER))
+    first.add(_Row("good", "passed"))
+    second = Record(first.output, {**HEADER, changed: "other"})
+    second.resume(_Row)
+    assert second.rows == []
+    assert "earlier_runs" not in second.header
+
+
+def test_kept_answer_is_taken_without_an_engine(tmp_path: Path) -> None:
+    answer = _result([-1.0], [5])
+    (tmp_path / "smollm2-CUSTOM.json").write_text(json.dumps(answer))
+    (tmp_path / "smollm2-CUSTOM.log").write_text("INFO builder.py Attention kernels: prefill=a, decode=b.\n")
+    served = logprobs.serve("smollm2", CANDIDATE, "0", tmp_path, resume=True)
+    assert served == Served(answer, ["prefill=a, decode=b."], "")
+
+
 def test_record_without_rows_has_not_passed(tmp_path: Path) -> None:
     assert not Record(tmp_path / "result.json", {}).finish()
 
