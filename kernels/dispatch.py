@@ -6,7 +6,7 @@ kernel.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -27,6 +27,9 @@ TRTLLM_KERNELS = (TrtllmGenKernel, XQAKernel)
 # On an H200, bfloat16 and 32 heads over 8 of size 128: 16 requests of 256 tokens take XQA 8.4 us and fa2 13.1,
 # 32 of 8192 tokens take XQA 288 us and fa2 255. With an fp8 cache XQA was the faster at every size.
 XQA_MAX_BATCH_SIZE = 32
+
+# Why a kernel that waits for the device was chosen after all.
+WAITS = "nothing else can, and it waits for the device in each step, to learn how many drafts were accepted"
 
 
 class NoKernelError(ValueError):
@@ -146,21 +149,33 @@ def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str |
     reasons = {
         kernel: kernel.reasons_against(phase, layer, engine) for kernel in dict.fromkeys(c[0] for c in candidates)
     }
+    able = [candidate for candidate in candidates if not reasons[candidate.kernel]]
+    prompt = [candidate for candidate in able if not candidate.kernel.waits_for_lengths(phase, engine)]
+    kernels = _by_size(prompt, engine)
+    if kernels is None:
+        kernels = _by_size(able, engine)
+        reason = "; ".join(filter(None, (reason, WAITS)))
+    if kernels is None:
+        raise NoKernelError(
+            f"no {phase.value} kernel can serve this layer: {_refusals(reasons)}; "
+            f"{_remedy(phase, layer, engine, forced)}."
+        )
+    return KernelChoice(kernels, reason)
+
+
+def _by_size(candidates: Iterable[Candidate], engine: EngineParams) -> BySize[type[AttentionKernel]] | None:
+    """The candidates by batch size, up to the engine's largest; None where they leave sizes without a kernel."""
     kernels: list[type[AttentionKernel]] = []
     limits: list[int] = []
     for kernel, max_batch_size in candidates:
-        if reasons[kernel]:
-            continue
         if kernel in kernels[-1:]:  # what stood between refused, so that it goes on
             limits.pop()
         else:
             kernels.append(kernel)
         if max_batch_size is None or max_batch_size >= engine.max_batch_size:
-            return KernelChoice(BySize(tuple(kernels), tuple(limits)), reason)
+            return BySize(tuple(kernels), tuple(limits))
         limits.append(max_batch_size)
-    raise NoKernelError(
-        f"no {phase.value} kernel can serve this layer: {_refusals(reasons)}; {_remedy(phase, layer, engine, forced)}."
-    )
+    return None
 
 
 def _candidates(

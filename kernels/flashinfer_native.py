@@ -74,6 +74,11 @@ class NativeKernel(AttentionKernel):
         return found or engine.toolchain.reasons_against(cls.modules(layer))
 
     @classmethod
+    def waits_for_lengths(cls, phase: Phase, engine: EngineParams) -> bool:
+        """Its plan takes the lengths from the host, and speculative decoding leaves those of decodes open."""
+        return phase is Phase.DECODE and engine.max_decode_q_len > 1
+
+    @classmethod
     def limits(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """The reasons against a layer that lie in the kernel, whatever code is on the machine."""
         return [
@@ -85,11 +90,6 @@ class NativeKernel(AttentionKernel):
                 layer.has_sinks and not cls.serves_sinks, "FlashInfer accepts attention sinks here and ignores them"
             ),
             *reasons.alibi(layer),
-            *reasons.when(
-                phase is Phase.DECODE and engine.max_decode_q_len > 1,
-                "it plans from host lengths, which speculative decoding only bounds, "
-                f"and queries have up to {engine.max_decode_q_len} tokens",
-            ),
         ]
 
     @classmethod

@@ -148,6 +148,14 @@ class AttentionKernel(ABC):
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """Why this kernel cannot serve the layer: readable reasons with value and limit; empty if it can."""
 
+    @classmethod
+    def waits_for_lengths(cls, phase: Phase, engine: EngineParams) -> bool:
+        """Whether its plan needs exact KV lengths on the host where the host knows an upper bound alone.
+
+        So it is while drafts are checked on the device: the engine must then wait for the device in each step.
+        """
+        return False
+
     @abstractmethod
     def plan(self, batch: PagedBatch) -> Any:
         """Prepare one step on the host; the plan is good for every layer with this kernel's parameters."""

@@ -1,5 +1,6 @@
 """The metadata builder: vLLM's names become the kernels' names here, and nowhere else."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
         self._page_lists = self._make_page_list_buffers()
+        self._needs_exact_lengths = device.type == "cpu" or needs_exact_lengths(self._kernels.values(), self._engine)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -115,12 +117,18 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         """Plan one step. Dummy and graph-capture steps come here too; they are steps that write and keep nothing."""
         del common_prefix_len, fast_build
         windows = {params.window_left for params in self._kernels}
-        batches = {window: self._make_batch(common_attn_metadata, window) for window in windows}
+        seq_lens_cpu = self._host_lengths(common_attn_metadata)
+        batches = {window: self._make_batch(common_attn_metadata, seq_lens_cpu, window) for window in windows}
         phases = {window: self._split(batch) for window, batch in batches.items()}
         plans = {params: _plan(kernels, phases[params.window_left]) for params, kernels in self._kernels.items()}
         return AttnPluginMetadata(num_rows=next(iter(batches.values())).num_rows, plans=plans)
 
-    def _make_batch(self, common: CommonAttentionMetadata, window_left: int) -> PagedBatch:
+    def _host_lengths(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """KV lengths on the host: an upper bound while drafts are checked, unless a kernel's plan needs them exact."""
+        lengths: torch.Tensor = common.seq_lens if self._needs_exact_lengths else common.seq_lens_cpu_upper_bound
+        return lengths[: common.num_reqs].cpu()
+
+    def _make_batch(self, common: CommonAttentionMetadata, seq_lens_cpu: torch.Tensor, window_left: int) -> PagedBatch:
         """Translate vLLM's names into the kernels' and trim the page lists to the window."""
         if isinstance(common.causal, torch.Tensor):
             raise ValueError(
@@ -149,7 +157,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         return make_device_batch(
             qo_indptr=common.query_start_loc[: common.num_reqs + 1],
             qo_indptr_cpu=qo_indptr_cpu,
-            seq_lens_cpu=common.seq_lens_cpu_upper_bound[: common.num_reqs],
+            seq_lens_cpu=seq_lens_cpu,
             **shared,
         )
 
@@ -230,6 +238,16 @@ def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, ByS
         Phase.PREFILL: prefill.set_up(Phase.PREFILL, params, engine),
         Phase.DECODE: decode.set_up(Phase.DECODE, params, engine),
     }
+
+
+def needs_exact_lengths(kernels: Iterable[dict[Phase, BySize[AttentionKernel]]], engine: EngineParams) -> bool:
+    """Whether a kernel that may be picked plans from exact KV lengths, for which the host must wait."""
+    return any(
+        kernel.waits_for_lengths(phase, engine)
+        for by_phase in kernels
+        for phase, by_size in by_phase.items()
+        for kernel in by_size
+    )
 
 
 def _plan(kernels: dict[Phase, BySize[AttentionKernel]], batches: dict[Phase, PagedBatch | None]) -> LayerPlans:

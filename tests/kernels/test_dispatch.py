@@ -244,11 +244,49 @@ def test_sinks_are_refused_where_they_would_be_ignored(name: str) -> None:
     assert "sinks here and ignores them" in refusal(Phase.PREFILL, replace(BF16, has_sinks=True), GPU[9, 0], name)
 
 
-def test_speculative_decoding_is_refused_by_kernels_that_plan_from_host_lengths() -> None:
-    engine = replace(GPU[9, 0], max_decode_q_len=4)
-    message = refusal(Phase.DECODE, BF16, engine, forced="flashinfer-fa2")
-    assert "speculative decoding only bounds, and queries have up to 4 tokens" in message
-    assert str(choose(Phase.DECODE, BF16, engine)) == "xqa"
+def test_speculative_decoding_is_served_without_waiting_where_that_can_be() -> None:
+    drafting = replace(GPU[9, 0], max_decode_q_len=4)
+    choice = choose(Phase.DECODE, BF16, drafting)
+    assert str(choice) == "xqa"  # for every size: fa2 above the limit would wait
+    assert choice.reason is None
+    assert str(choose(Phase.PREFILL, BF16, drafting)) == "flashinfer-fa3"
+
+
+@pytest.mark.parametrize(
+    ("capability", "layer"), [((8, 0), BF16), ((8, 9), E4M3), ((9, 0), replace(BF16, logits_soft_cap=30.0))]
+)
+def test_speculative_decoding_waits_where_nothing_else_can_and_says_so(
+    capability: tuple[int, int], layer: LayerParams
+) -> None:
+    choice = choose(Phase.DECODE, layer, replace(GPU[capability], max_decode_q_len=4))
+    assert str(choice) == "flashinfer-fa2"
+    assert choice.reason == (
+        "nothing else can, and it waits for the device in each step, to learn how many drafts were accepted"
+    )
+    assert choose(Phase.DECODE, layer, GPU[capability]).reason is None
+
+
+def test_forced_kernel_that_waits_serves_and_says_so() -> None:
+    choice = choose(Phase.DECODE, BF16, replace(GPU[9, 0], max_decode_q_len=4), "flashinfer-fa2")
+    assert str(choice) == "flashinfer-fa2"
+    assert choice.reason is not None
+    assert choice.reason.startswith("flashinfer-fa2 was asked for; ")
+    assert "waits for the device in each step" in choice.reason
+
+
+def test_kernel_that_waits_takes_the_sizes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(Second):
+        name: ClassVar[str] = "waiting"
+
+        @classmethod
+        def waits_for_lengths(cls, phase: Phase, engine: EngineParams) -> bool:
+            return True
+
+    follow(monkeypatch, Candidate(Second, 8), Candidate(Waiting))
+    choice = choose(Phase.DECODE, BF16, ENGINE)
+    assert str(choice) == "second up to 8 requests, waiting above"
+    assert choice.reason == dispatch.WAITS
+    assert str(choose(Phase.DECODE, BF16, replace(ENGINE, max_batch_size=8))) == "second"
 
 
 def test_trtllm_gen_asks_for_head_major_pages() -> None:

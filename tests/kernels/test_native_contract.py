@@ -35,11 +35,17 @@ def double() -> Iterator[NativeDouble]:
 
 
 def run(
-    kernel: type[NativeKernel], phase: Phase, case: PagedCase, double: NativeDouble, graph: bool = False, **options: Any
+    kernel: type[NativeKernel],
+    phase: Phase,
+    case: PagedCase,
+    double: NativeDouble,
+    graph: bool = False,
+    drafts: int = 0,
+    **options: Any,
 ) -> tuple[Step, list[PublicCall]]:
     sizes = (len(case.spec.q_lens),) if graph else ()
     capability = (9, 0) if kernel is not FA2Kernel else (8, 0)
-    changes = {"compute_capability": capability, "decode_graph_sizes": sizes, "max_decode_q_len": 1}
+    changes = {"compute_capability": capability, "decode_graph_sizes": sizes, "max_decode_q_len": 1 + drafts}
     engine = engine_of(case, **changes)
     assert kernel.reasons_against(phase, case.layer, engine) == []
     q = fused_qkv(case.q, case.layer.num_kv_heads)
@@ -247,6 +253,21 @@ def test_decode_that_a_graph_may_hold(name: str, double: NativeDouble) -> None:
     step, calls = run(FA2Kernel, Phase.DECODE, case, double, graph=True)
     step.assert_right()
     assert f"{DECODE_CLASS}.run" in [call.function for call in calls]
+
+
+@pytest.mark.parametrize("name", ["spec_decode_2", "spec_decode_8", "spec_decode_ragged", "decode"])
+@pytest.mark.parametrize(
+    ("kernel", "layer"),
+    [(FA2Kernel, {}), (FA2Kernel, {"window_left": 20}), (FA2Kernel, {"soft_cap": 5.0}), (SinkKernel, {"sinks": True})],
+    ids=["plain", "window", "soft_cap", "sinks"],
+)
+def test_drafts_are_decoded_as_short_prefills(
+    kernel: type[NativeKernel], layer: Any, name: str, double: NativeDouble
+) -> None:
+    case = make_case(SPECS[name], make_layer(dtype=BF16, **layer))
+    step, calls = run(kernel, Phase.DECODE, case, double, drafts=7)
+    step.assert_right()
+    assert {call.function.split(".")[0] for call in calls} == {PREFILL_CLASS}
 
 
 @pytest.mark.parametrize("padding", [1, 5])

@@ -1,5 +1,6 @@
 """From vLLM's common metadata to a layer's output, through the builder and the impl."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,8 @@ from vllm_doubles import (
 )
 
 from vllm_attn_plugin import builder as builder_module
-from vllm_attn_plugin.builder import AttnPluginMetadataBuilder, PlannedPhase
-from vllm_attn_plugin.kernels import GraphSupport, NoKernelError, Phase, dispatch
+from vllm_attn_plugin.builder import AttnPluginMetadataBuilder, PlannedPhase, needs_exact_lengths
+from vllm_attn_plugin.kernels import BySize, EngineParams, GraphSupport, NoKernelError, Phase, dispatch
 from vllm_attn_plugin.kernels.dispatch import Candidate
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.metadata import BatchError, PagedBatch, PageListBuffers
@@ -280,6 +281,35 @@ def test_log_names_the_kernels_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
         "Attention kernels: prefill=reference, decode=small up to 3 requests, large above "
         "(first choices on a CPU that can serve it)."
     ]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_lengths_are_fetched_from_the_device_only_for_a_plan_that_needs_them(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = decodes(3)
+    builder = make_builder(case)
+    assert builder._needs_exact_lengths, "the host is the device"
+    monkeypatch.setattr(builder, "_needs_exact_lengths", is_exact)
+    bound = case.seq_lens + 3
+    found = builder._host_lengths(common_metadata(case, seq_lens_cpu_upper_bound=bound))
+    assert torch.equal(found, case.seq_lens if is_exact else bound)
+
+
+def test_one_kernel_that_waits_makes_every_step_wait() -> None:
+    class WaitingKernel(ReferenceKernel):
+        @classmethod
+        def waits_for_lengths(cls, phase: Phase, engine: EngineParams) -> bool:
+            return phase is Phase.DECODE and engine.max_decode_q_len > 1
+
+    case = decodes(1)
+    quick, waiting = (kernel(Phase.DECODE, case.layer, case.engine()) for kernel in (ReferenceKernel, WaitingKernel))
+    layers = [{Phase.DECODE: BySize((quick,))}, {Phase.DECODE: BySize((quick, waiting), (8,))}]
+    drafting = replace(case.engine(), max_decode_q_len=4)
+    assert needs_exact_lengths(layers, drafting)
+    assert not needs_exact_lengths(layers[:1], drafting)
+    assert not needs_exact_lengths(layers, case.engine())
+    assert not needs_exact_lengths([{Phase.PREFILL: BySize((waiting,))}], drafting)
 
 
 def test_use_trtllm_attention_of_the_engine_reaches_the_dispatch() -> None:
