@@ -38,12 +38,14 @@ class Toolchain:
         has_flashinfer: whether the package is installed.
         flashinfer_version: its version; None where it is not known, which is taken as new enough.
         obstacle: what keeps it from compiling; None where nothing does.
+        has_cubins: whether TRT-LLM-gen's kernels, which come as binaries of their own, are here or can be fetched.
         prebuilt_folders: where it finds modules that are compiled, each in a folder of its own name.
     """
 
     has_flashinfer: bool = True
     flashinfer_version: str | None = None
     obstacle: Obstacle | None = None
+    has_cubins: bool = True
     prebuilt_folders: tuple[Path, ...] = ()
 
     def reasons_against(self, modules: tuple[tuple[str, ...], ...]) -> list[str]:

@@ -100,7 +100,14 @@ class TrtllmGenKernel(AttentionKernel):
             *reasons.soft_cap(layer),
             *reasons.alibi(layer),
         ]
-        return found or engine.toolchain.reasons_against(LAUNCHER)
+        return found or [
+            *reasons.when(
+                not engine.toolchain.has_cubins,
+                "its binaries are neither here nor within reach, install the flashinfer-cubin of your FlashInfer's "
+                "version",
+            ),
+            *engine.toolchain.reasons_against(LAUNCHER),
+        ]
 
     def plan(self, batch: PagedBatch) -> TrtllmGenPlan:
         """See `AttentionKernel.plan`.

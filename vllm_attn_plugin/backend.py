@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
+from vllm.utils.flashinfer import has_nvidia_artifactory
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf, max_decode_query_len
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -79,6 +80,16 @@ def with_query_dtype(layer: LayerParams, engine: EngineParams) -> LayerParams:
     except NoKernelError:
         return layer
     return quantized if kernels == {TrtllmGenKernel} else layer
+
+
+def machine_toolchain(compute_capability: tuple[int, int] | None) -> Toolchain:
+    """Where kernels' code can come from on this machine; vLLM's own check tells whether TRT-LLM-gen's binaries can."""
+    if not current_platform.is_cuda():
+        return Toolchain()
+    toolchain = find_toolchain()
+    if compute_capability is None or compute_capability[0] != TRTLLM_GEN_MAJOR:
+        return toolchain  # the check may ask the network, which only these GPUs need
+    return replace(toolchain, has_cubins=has_nvidia_artifactory())
 
 
 def engine_to_be() -> EngineParams:
@@ -238,6 +249,7 @@ def _page_size(block_size: int | None) -> int:
 
 def _engine_to_be(configuration: dict[str, Any], config: Any) -> EngineParams:
     capability = configuration["device_capability"]
+    compute_capability = None if capability is None else (capability.major, capability.minor)
     return EngineParams(
         device=torch.device(current_platform.device_type),
         page_size=_page_size(configuration["block_size"]),
@@ -245,7 +257,7 @@ def _engine_to_be(configuration: dict[str, Any], config: Any) -> EngineParams:
         max_num_tokens=1,
         max_seq_len=1,
         max_decode_q_len=1 if config is None else max_decode_query_len(config),
-        compute_capability=None if capability is None else (capability.major, capability.minor),
+        compute_capability=compute_capability,
         use_trtllm=None if config is None else config.attention_config.use_trtllm_attention,
-        toolchain=find_toolchain() if current_platform.is_cuda() else Toolchain(),
+        toolchain=machine_toolchain(compute_capability),
     )

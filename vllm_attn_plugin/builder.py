@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
+from vllm_attn_plugin.backend import machine_toolchain
 from vllm_attn_plugin.kernels import (
     AttentionKernel,
     BySize,
@@ -22,9 +23,7 @@ from vllm_attn_plugin.kernels import (
     GraphSupport,
     LayerParams,
     Phase,
-    Toolchain,
     choose,
-    find_toolchain,
     summary,
 )
 from vllm_attn_plugin.metadata import (
@@ -201,6 +200,7 @@ def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) ->
     mode = compilation.cudagraph_mode
     captures_decodes = is_cuda and mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
     layout = vllm_config.cache_config.kv_cache_layout
+    compute_capability = torch.cuda.get_device_capability(device) if is_cuda else None
     return EngineParams(
         device=device,
         page_size=kv_cache_spec.block_size,
@@ -208,13 +208,13 @@ def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) ->
         max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         max_seq_len=vllm_config.model_config.max_model_len,
         max_decode_q_len=max_decode_query_len(vllm_config),
-        compute_capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        compute_capability=compute_capability,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 0,
         # Of a layout's letters the last three order one page: HNC is head-major, NHC token-major.
         head_major_pages=layout is None or layout.endswith("HNC"),
         decode_graph_sizes=tuple(compilation.cudagraph_capture_sizes or ()) if captures_decodes else (),
         use_trtllm=vllm_config.attention_config.use_trtllm_attention,
-        toolchain=find_toolchain() if is_cuda else Toolchain(),
+        toolchain=machine_toolchain(compute_capability),
     )
 
 

@@ -162,6 +162,15 @@ def test_flashinfer_that_is_new_enough_serves(new: str | None) -> None:
     assert Toolchain(flashinfer_version=new).reasons_against(()) == []
 
 
+@pytest.mark.parametrize("phase", Phase)
+def test_trtllm_gen_without_its_binaries_leaves_the_work_to_others_and_says_why(phase: Phase) -> None:
+    engine = replace(B200, toolchain=Toolchain(has_cubins=False))
+    assert str(choose(phase, BF16, engine)) == "flashinfer-fa2"
+    assert "neither here nor within reach, install the flashinfer-cubin of" in refusal(
+        phase, engine, forced="trtllm-gen"
+    )
+
+
 def test_layer_that_a_kernel_refuses_anyway_is_not_told_of_the_compiler() -> None:
     engine = replace(H200, toolchain=Toolchain(obstacle=NO_NVCC))
     assert "nvcc" not in refusal(Phase.DECODE, engine, replace(BF16, head_dim=80), forced="flashinfer-fa2")

@@ -192,6 +192,19 @@ def test_what_the_engine_fixes_reaches_the_dispatch(monkeypatch: pytest.MonkeyPa
         assert (engine.page_size, engine.compute_capability) == (64, (9, 0))
 
 
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("capability", "is_asked"), [((9, 0), False), ((10, 0), True), ((12, 0), False), (None, False)]
+)
+def test_binaries_are_asked_for_only_where_trtllm_gen_runs(
+    capability: tuple[int, int] | None, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(backend, "has_nvidia_artifactory", lambda: bool(asked.append("asked")))
+    assert backend.machine_toolchain(capability).has_cubins is not is_asked
+    assert bool(asked) is is_asked
+
+
 def test_use_trtllm_attention_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: engine_config(use_trtllm=True))
     (reason,) = reasons()

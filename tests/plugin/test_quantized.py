@@ -54,6 +54,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         monkeypatch.setattr(backend, "current_platform", gpu)
         monkeypatch.setattr(backend, "find_toolchain", Toolchain)
+        monkeypatch.setattr(backend, "has_nvidia_artifactory", lambda: True)
 
     return say
 
