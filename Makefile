@@ -8,12 +8,14 @@ VENV ?= $(CURDIR)/.venv
 MODEL ?= smollm2
 PORT ?= 8000
 ARGS ?=
+N ?= 20000
+SEED ?=
 export VENV
 
 IN_VENV = $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models serve smoke test test-fast lint accuracy bench clean
+.PHONY: help env models serve smoke test test-fast fuzz lint accuracy bench clean
 
 help: ## show this list
 	@echo "Targets:"
@@ -48,9 +50,12 @@ lint: env ## ruff, its formatter, and mypy on an installed wheel
 accuracy: env models ## lm_eval on our own tasks, this plugin against vLLM's own CPU backend
 	@$(IN_VENV) -m ci.accuracy $(ARGS)
 
+fuzz: env ## draw N whole steps at random (20000; SEED= repeats a run) and hold each against fp64
+	@$(IN_VENV) -m ci.fuzz --examples $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 bench: env models ## throughput of this plugin against vLLM's own CPU backend
 	@$(IN_VENV) -m ci.bench $(ARGS)
 
 clean: ## remove the environment in .venv and build outputs (prepared models stay in the cache folder)
-	rm -rf .venv .venv.lock build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv.lock build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
