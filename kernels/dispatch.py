@@ -53,22 +53,18 @@ class Rule:
 
     Attributes:
         prefill: for prefill.
-        decode: for decode with a 16-bit cache.
-        decode_fp8: for decode with an fp8 cache.
+        decode: for decode.
+        decode_fp8: for decode with an fp8 cache, where that differs.
     """
 
     prefill: tuple[Candidate, ...]
     decode: tuple[Candidate, ...]
-    decode_fp8: tuple[Candidate, ...]
+    decode_fp8: tuple[Candidate, ...] | None = None
 
 
 # By the major number of the compute capability; any other GPU is served as the first.
 RULES = {
-    8: Rule(
-        prefill=_any_size(FA2Kernel, SinkKernel),
-        decode=_any_size(FA2Kernel, SinkKernel),
-        decode_fp8=_any_size(FA2Kernel, SinkKernel),
-    ),
+    8: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(FA2Kernel, SinkKernel)),
     9: Rule(
         prefill=_any_size(FA3Kernel, FA2Kernel, SinkKernel),
         # XQA again after fa2: where that refuses, it serves every size.
@@ -78,13 +74,8 @@ RULES = {
     10: Rule(
         prefill=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
         decode=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
-        decode_fp8=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
     ),
-    12: Rule(
-        prefill=_any_size(FA2Kernel, SinkKernel),
-        decode=_any_size(XQAKernel, FA2Kernel, SinkKernel),
-        decode_fp8=_any_size(XQAKernel, FA2Kernel, SinkKernel),
-    ),
+    12: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(XQAKernel, FA2Kernel, SinkKernel)),
 }
 
 Item = TypeVar("Item")
@@ -147,7 +138,7 @@ def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str |
     """
     candidates, reason = _candidates(phase, layer, engine, forced)
     reasons = {
-        kernel: kernel.reasons_against(phase, layer, engine) for kernel in dict.fromkeys(c[0] for c in candidates)
+        kernel: kernel.reasons_against(phase, layer, engine) for kernel in dict.fromkeys(c.kernel for c in candidates)
     }
     able = [candidate for candidate in candidates if not reasons[candidate.kernel]]
     prompt = [candidate for candidate in able if not candidate.kernel.waits_for_lengths(phase, engine)]
@@ -213,7 +204,7 @@ def preference(phase: Phase, layer: LayerParams, engine: EngineParams) -> tuple[
     rule = RULES.get(engine.compute_capability[0], RULES[8])
     if phase is Phase.PREFILL:
         return rule.prefill
-    return rule.decode_fp8 if layer.kv_dtype in FP8_DTYPES else rule.decode
+    return rule.decode_fp8 if rule.decode_fp8 and layer.kv_dtype in FP8_DTYPES else rule.decode
 
 
 def _check_forced(phase: Phase, forced: str, must_be_trtllm: bool, engine: EngineParams) -> None:

@@ -4,7 +4,7 @@ Everything here is numpy and torch; nothing imports an engine or a kernel librar
 """
 
 from vllm_attn_plugin.metadata.checks import BatchError
-from vllm_attn_plugin.metadata.indptr import PageList, indptr_from_lengths, list_pages
+from vllm_attn_plugin.metadata.indptr import indptr_from_lengths
 from vllm_attn_plugin.metadata.paged_batch import (
     PagedBatch,
     PageListBuffers,
@@ -16,12 +16,10 @@ from vllm_attn_plugin.metadata.split import count_leading_decodes, split_decode_
 
 __all__ = [
     "BatchError",
-    "PageList",
     "PageListBuffers",
     "PagedBatch",
     "count_leading_decodes",
     "indptr_from_lengths",
-    "list_pages",
     "make_device_batch",
     "make_paged_batch",
     "make_uncached_batch",

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_attn_plugin.metadata.checks import check_table_width
-
 IntArray = npt.NDArray[np.int32]
 
 
@@ -41,30 +39,12 @@ def first_visible_keys(seq_lens: IntArray, q_lens: IntArray, window_left: int) -
 
 
 @dataclass(frozen=True)
-class PageList:
-    """The pages of every request, one after the other.
-
-    With page size 16, requests of 40 and 16 tokens in pages `[7, 2, 9]` and `[4]`:
-    `indptr = [0, 3, 4]`, `indices = [7, 2, 9, 4]`, `last_page_lens = [8, 16]`, `first_key = [0, 0]`.
-    With `window_left = 7` and one query each, the first request's query at position 39 sees keys 32 to 39, so its
-    first two pages are left out: `indptr = [0, 1, 2]`, `indices = [9, 4]`, `first_key = [32, 0]`.
-
-    Attributes:
-        indptr: int32 `[batch_size + 1]`, where each request's pages start in `indices`.
-        indices: int32 `[indptr[-1]]`, page ids.
-        last_page_lens: int32 `[batch_size]`, tokens in the last page: 1 to page_size, or 0 for an empty request.
-        first_key: int32 `[batch_size]`, the position of the first token of the first listed page.
-    """
-
-    indptr: IntArray
-    indices: IntArray
-    last_page_lens: IntArray
-    first_key: IntArray
-
-
-@dataclass(frozen=True)
 class PageSpan:
-    """Which of its pages each request reads, by number: what a page list is cut to.
+    """Which of its pages each request reads, by number: all that hold its keys, less those wholly left of the window.
+
+    With page size 16, requests of 40 and 16 tokens: `first = [0, 0]`, `count = [3, 1]`, `last_page_lens = [8, 16]`.
+    With `window_left = 7` and one query each, the first request's query at position 39 sees keys 32 to 39, so its
+    first two pages are left out: `first = [2, 0]`, `count = [1, 1]`.
 
     Attributes:
         first: int32 `[batch_size]`, the first page that a query can see.
@@ -78,7 +58,14 @@ class PageSpan:
 
 
 def span_pages(seq_lens: IntArray, q_lens: IntArray, page_size: int, window_left: int = -1) -> PageSpan:
-    """Find the pages that each request reads: all that hold its keys, less those wholly left of the window."""
+    """Find the pages that each request reads, see `PageSpan`.
+
+    Args:
+        seq_lens: KV lengths, int32 `[batch_size]`.
+        q_lens: query lengths, int32 `[batch_size]`.
+        page_size: tokens a page.
+        window_left: see `first_visible_keys`.
+    """
     end = count_pages(seq_lens, page_size)
     first = np.minimum(first_visible_keys(seq_lens, q_lens, window_left) // page_size, end)
     count = end - first
@@ -86,32 +73,10 @@ def span_pages(seq_lens: IntArray, q_lens: IntArray, page_size: int, window_left
     return PageSpan(first.astype(np.int32), count.astype(np.int32), last_page_lens.astype(np.int32))
 
 
-def list_pages(
-    block_tables: IntArray, seq_lens: IntArray, q_lens: IntArray, page_size: int, window_left: int = -1
-) -> PageList:
-    """List the pages that a batch reads, leaving out those that lie wholly to the left of the window.
-
-    Only slots that a request owns are read: entries past its pages, and those before its window, may hold anything.
-
-    Args:
-        block_tables: page ids, int32 `[batch_size, max_pages_per_request]`.
-        seq_lens: KV lengths, int32 `[batch_size]`.
-        q_lens: query lengths, int32 `[batch_size]`.
-        page_size: tokens a page.
-        window_left: see `first_visible_keys`.
-
-    Raises:
-        BatchError: a request needs more pages than its row has slots.
-    """
-    check_table_width(count_pages(seq_lens, page_size), seq_lens, block_tables.shape[1], page_size)
-    span = span_pages(seq_lens, q_lens, page_size, window_left)
-    indptr = indptr_from_lengths(span.count)
-    indices = gather_page_ids(block_tables, span.first, indptr)
-    return PageList(indptr, indices, span.last_page_lens, span.first * page_size)
-
-
 def gather_page_ids(block_tables: IntArray, first_pages: IntArray, indptr: IntArray) -> IntArray:
     """Take each request's page ids out of its row, int32 `[indptr[-1]]`; the rows must be wide enough.
+
+    Only slots that a request owns are read: entries past its pages, and those before its window, may hold anything.
 
     Args:
         block_tables: page ids, int32 `[batch_size, max_pages_per_request]`.

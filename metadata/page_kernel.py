@@ -1,4 +1,4 @@
-"""The page lists of a batch whose lengths and tables are on a GPU, by one kernel: the device twin of `list_pages`."""
+"""The page lists of a batch whose lengths and tables are on a GPU, by one kernel: as `make_paged_batch` makes them."""
 
 import torch
 import triton
@@ -60,7 +60,7 @@ def list_pages_on_device(
     indices: torch.Tensor,
     last_page_lens: torch.Tensor,
 ) -> None:
-    """Fill `indptr`, `indices` and `last_page_lens` as `list_pages` would, without the host.
+    """Fill `indptr`, `indices` and `last_page_lens` as `make_paged_batch` would, without the host.
 
     Args:
         seq_lens: int32 `[batch_size]`.

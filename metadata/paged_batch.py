@@ -116,6 +116,10 @@ class PagedBatch:
             buffers.indices,
             buffers.last_page_lens,
         )
+        return self.listed_in(buffers)
+
+    def listed_in(self, buffers: "PageListBuffers") -> "PagedBatch":
+        """The batch with its page lists at the head of these buffers, which something else fills."""
         return replace(
             self,
             paged_kv_indptr=buffers.indptr[: self.batch_size + 1],

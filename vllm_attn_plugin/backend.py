@@ -72,10 +72,11 @@ def with_query_dtype(layer: LayerParams, engine: EngineParams) -> LayerParams:
     if layer.kv_dtype not in (FP8, NVFP4) or layer.q_dtype not in (torch.float16, torch.bfloat16):
         return layer
     quantized = replace(layer, q_dtype=FP8)
-    asked = {Phase.PREFILL: settings().prefill_kernel, Phase.DECODE: settings().decode_kernel}
     try:
         kernels = {
-            kernel for phase, forced in asked.items() for kernel in choose(phase, quantized, engine, forced).kernels
+            kernel
+            for phase in Phase
+            for kernel in choose(phase, quantized, engine, settings().forced_kernel(phase)).kernels
         }
     except NoKernelError:
         return layer
@@ -143,15 +144,12 @@ class AttnPluginBackend(AttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Layouts that the kernels read, best first."""
-        capability = current_platform.get_device_capability()
-        is_trtllm_gen = capability is not None and capability.major == TRTLLM_GEN_MAJOR
-        return tuple(layout for layout in LAYOUTS if not is_trtllm_gen or layout.name.endswith("HNC"))
+        return tuple(layout for layout in LAYOUTS if not _is_trtllm_gen_gpu() or layout.name.endswith("HNC"))
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         """NVFP4 where TRT-LLM-gen reads it; the others everywhere, and the dispatch says which kernels take them."""
-        capability = current_platform.get_device_capability()
-        if kv_cache_dtype == "nvfp4" and (capability is None or capability.major != TRTLLM_GEN_MAJOR):
+        if kv_cache_dtype == "nvfp4" and not _is_trtllm_gen_gpu():
             return False
         return bool(super().supports_kv_cache_dtype(kv_cache_dtype))
 
@@ -196,6 +194,11 @@ class AttnPluginBackend(AttentionBackend):
         return reasons or _dispatch_reasons(configuration)
 
 
+def _is_trtllm_gen_gpu() -> bool:
+    capability = current_platform.get_device_capability()
+    return capability is not None and capability.major == TRTLLM_GEN_MAJOR
+
+
 def _explain(reason: str, configuration: dict[str, Any]) -> str:
     """Add to one of vLLM's reasons the value that it speaks of and what would be served."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in AttnPluginBackend.supported_dtypes)
@@ -216,11 +219,10 @@ def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
     config = get_current_vllm_config_or_none()
     engine = _engine_to_be(configuration, config)
     layer = with_query_dtype(_layer_to_be(configuration, config), engine)
-    chosen = settings()
     reasons = []
-    for phase, forced in ((Phase.PREFILL, chosen.prefill_kernel), (Phase.DECODE, chosen.decode_kernel)):
+    for phase in Phase:
         try:
-            choose(phase, layer, engine, forced)
+            choose(phase, layer, engine, settings().forced_kernel(phase))
         except NoKernelError as error:
             reasons.append(str(error).removesuffix("."))
     return reasons

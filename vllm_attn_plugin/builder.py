@@ -106,7 +106,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         supports = [
             kernel.graph_support
             for layer_params in params
-            for kernel in choose(Phase.DECODE, layer_params, engine, settings().decode_kernel).kernels
+            for kernel in choose(Phase.DECODE, layer_params, engine, settings().forced_kernel(Phase.DECODE)).kernels
         ]
         return GRAPH_SUPPORT[min(supports, key=lambda s: s.value, default=GraphSupport.NEVER)]
 
@@ -230,14 +230,9 @@ def _check_spec(spec: Any) -> None:
 
 def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, BySize[AttentionKernel]]:
     """Choose and set up a layer's kernels, and say once in the log which they are and why."""
-    chosen = settings()
-    prefill = choose(Phase.PREFILL, params, engine, chosen.prefill_kernel)
-    decode = choose(Phase.DECODE, params, engine, chosen.decode_kernel)
-    logger.info_once("Attention kernels: %s.", summary(prefill, decode, engine))
-    return {
-        Phase.PREFILL: prefill.set_up(Phase.PREFILL, params, engine),
-        Phase.DECODE: decode.set_up(Phase.DECODE, params, engine),
-    }
+    choices = {phase: choose(phase, params, engine, settings().forced_kernel(phase)) for phase in Phase}
+    logger.info_once("Attention kernels: %s.", summary(choices[Phase.PREFILL], choices[Phase.DECODE], engine))
+    return {phase: choice.set_up(phase, params, engine) for phase, choice in choices.items()}
 
 
 def needs_exact_lengths(kernels: Iterable[dict[Phase, BySize[AttentionKernel]]], engine: EngineParams) -> bool:

@@ -31,6 +31,10 @@ class Settings:
     prefill_kernel: str | None
     check_batches: bool
 
+    def forced_kernel(self, phase: str) -> str | None:
+        """The kernel forced for a phase ("prefill" or "decode"), or None."""
+        return {"prefill": self.prefill_kernel, "decode": self.decode_kernel}[phase]
+
 
 def _choice(variables: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     value = variables.get(PREFIX + name, AUTO).strip().lower()

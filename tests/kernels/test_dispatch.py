@@ -182,7 +182,7 @@ def test_forced_kernel_serves_every_size() -> None:
 def test_rules_leave_no_size_without_a_kernel(capability: int) -> None:
     """A kernel that is listed for some sizes is listed for all of them, should it be the only one that can serve."""
     rule = dispatch.RULES[capability]
-    for candidates in (rule.prefill, rule.decode, rule.decode_fp8):
+    for candidates in (rule.prefill, rule.decode, rule.decode_fp8 or rule.decode):
         limited = {kernel for kernel, limit in candidates if limit is not None}
         assert limited <= {kernel for kernel, limit in candidates if limit is None}
 

@@ -71,17 +71,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Recorder]]:
     return wrappers
 
 
-def listed(batch: PagedBatch, buffers: PageListBuffers) -> PagedBatch:
-    """As `list_on_device` leaves a batch, less the device's kernel."""
-    return replace(
-        batch,
-        paged_kv_indptr=buffers.indptr[: batch.batch_size + 1],
-        paged_kv_indices=buffers.indices[: int(batch.paged_kv_indptr_cpu[-1])],
-        paged_kv_last_page_len=buffers.last_page_lens[: batch.batch_size],
-        page_list_buffers=buffers,
-    )
-
-
 def step(q_lens: tuple[int, ...], buffers: PageListBuffers, num_rows: int | None = None, **changes: Any) -> PagedBatch:
     """A step of requests that have 20 tokens each; those without a query are padding."""
     qo_indptr = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -97,7 +86,7 @@ def step(q_lens: tuple[int, ...], buffers: PageListBuffers, num_rows: int | None
         num_rows=num_rows,
         **changes,
     )
-    return listed(batch, buffers)
+    return batch.listed_in(buffers)
 
 
 @pytest.fixture

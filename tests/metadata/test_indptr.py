@@ -1,9 +1,12 @@
 """The index pointer arithmetic, by hand and against a loop that cannot be wrong."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
+import torch
 
-from vllm_attn_plugin.metadata import BatchError, indptr_from_lengths, list_pages
+from vllm_attn_plugin.metadata import BatchError, indptr_from_lengths, make_paged_batch
 from vllm_attn_plugin.metadata.indptr import IntArray, count_pages, first_visible_keys
 
 WILD = 2**30
@@ -11,6 +14,31 @@ WILD = 2**30
 
 def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int32)
+
+
+class PageList(NamedTuple):
+    """The page lists of a batch as numbers."""
+
+    indptr: IntArray
+    indices: IntArray
+    last_page_lens: IntArray
+    first_key: IntArray
+
+
+def list_pages(
+    tables: IntArray, seq_lens: IntArray, q_lens: IntArray, page_size: int, window_left: int = -1
+) -> PageList:
+    """The page lists of the batch that an engine with these tables and lengths makes."""
+    batch = make_paged_batch(
+        qo_indptr=torch.from_numpy(indptr_from_lengths(q_lens)),
+        seq_lens=torch.from_numpy(seq_lens),
+        block_tables=torch.from_numpy(tables),
+        page_size=page_size,
+        max_seq_len=int(seq_lens.max()),
+        window_left=window_left,
+    )
+    lists = (batch.paged_kv_indptr, batch.paged_kv_indices, batch.paged_kv_last_page_len, batch.first_key_cpu)
+    return PageList(*(tensor.numpy() for tensor in lists))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from vllm_attn_plugin.metadata import (
     PagedBatch,
     PageListBuffers,
     checks,
-    indptr,
     make_device_batch,
     make_paged_batch,
     make_uncached_batch,
@@ -220,6 +219,5 @@ def test_width_of_the_table_is_checked_once_a_batch(monkeypatch: pytest.MonkeyPa
     calls = []
     check = checks.check_table_width
     monkeypatch.setattr(checks, "check_table_width", lambda *given: calls.append(check(*given)))
-    monkeypatch.setattr(indptr, "check_table_width", checks.check_table_width)
     example()
     assert len(calls) == 1

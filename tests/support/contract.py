@@ -332,14 +332,10 @@ def in_buffers(batch: PagedBatch) -> PagedBatch:
     """The batch with its page lists at the head of an engine's buffers, which hold more than this batch needs."""
     width = batch.block_tables.shape[1]
     buffers = PageListBuffers(batch.batch_size, width + 3, torch.device("cpu"))
-    lists = {
-        "paged_kv_indptr": buffers.indptr[: batch.batch_size + 1],
-        "paged_kv_indices": buffers.indices[: len(batch.paged_kv_indices)],
-        "paged_kv_last_page_len": buffers.last_page_lens[: batch.batch_size],
-    }
-    for name, room in lists.items():
-        room.copy_(getattr(batch, name))
-    return replace(batch, page_list_buffers=buffers, **lists)
+    listed = batch.listed_in(buffers)
+    for name in ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
+        getattr(listed, name).copy_(getattr(batch, name))
+    return listed
 
 
 Check = Callable[[Any, Step, Any], None]
