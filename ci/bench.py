@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tabulate import tabulate  # type: ignore[import-untyped]
 
 from ci import models
 from ci.console import UserError, run_main, say, step
-from ci.machine import Machine, this_machine, versions
+from ci.machine import Machine, provenance, this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 CANDIDATE, BASELINE = "CUSTOM", "CPU_ATTN"
@@ -96,11 +95,7 @@ def record(
 ) -> dict[str, Any]:
     """What is kept of a benchmark."""
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine.name,
-        "cores": machine.count,
-        "versions": versions(machine.kind),
-        "command": "python -m ci.bench " + " ".join(sys.argv[1:]),
+        **provenance(machine, "python -m ci.bench " + " ".join(sys.argv[1:])),
         "model": options.model,
         "requests": options.requests,
         "input_len": options.input_len,

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from ci.console import UserError, run_main, say
 from ci.contract_deletions import apply, copy_package
 from ci.deletions import Deletion
-from ci.machine import this_machine, versions
+from ci.machine import provenance, this_machine
 from ci.venv import ROOT
 
 SUPPORT = ROOT / "tests/support"
@@ -150,32 +149,23 @@ def find_faults(seed: int) -> list[dict[str, Any]]:
         return [find_fault(fault, untouched, seed) for fault in FAULTS]
 
 
-def keep(output: Path, summary: dict[str, Any]) -> None:
+def keep(options: argparse.Namespace, name: str, command: str, summary: dict[str, Any]) -> None:
     """Write the summary with what it was made on."""
     machine = this_machine("cpu")
-    header = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine.name,
-        "cores": machine.count,
-        "versions": versions("cpu"),
-    }
+    output = options.output or ROOT / "ci/results" / machine.label / name
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(header | summary, indent=1) + "\n")
+    output.write_text(json.dumps(provenance(machine, command) | summary, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, or find the faults; status 0 if no draw failed, or if every fault was found."""
     options = parse(arguments)
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
-    folder = ROOT / "ci/results" / this_machine("cpu").label
     if options.faults:
         rows = find_faults(seed)
         print(tabulate([[row["fault"], row["found_at_draw"]] for row in rows], headers=["fault", "found at draw"]))
-        command = f"python -m ci.fuzz --faults --seed {seed}"
-        keep(
-            options.output or folder / "fuzz_faults.json",
-            {"command": command, "most_draws": FAULT_EXAMPLES, "rows": rows},
-        )
+        summary = {"most_draws": FAULT_EXAMPLES, "rows": rows}
+        keep(options, "fuzz_faults.json", f"python -m ci.fuzz --faults --seed {seed}", summary)
         return 0 if all(row["found_at_draw"] for row in rows) else 1
     command = f"python -m ci.fuzz --examples {options.examples} --seed {seed}"
     print(f"seed {seed}; to repeat: {command}")
@@ -183,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawn = draw(options.examples, seed)
     seconds = round(time.monotonic() - start)
     print(f"{drawn} steps drawn in {seconds} s, none failed")
-    keep(options.output or folder / "fuzz.json", {"command": command, "drawn": drawn, "seconds": seconds, "failed": 0})
+    keep(options, "fuzz.json", command, {"drawn": drawn, "seconds": seconds, "failed": 0})
     return 0
 
 

@@ -8,6 +8,8 @@ import platform
 import re
 import subprocess
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 
 PACKAGES = {"vllm": "vllm", "torch": "torch", "lm_eval": "lm_eval", "plugin": "vllm-attn-plugin"}
 GPU_PACKAGES = {"flashinfer": "flashinfer-python", "triton": "triton"}
@@ -48,6 +50,17 @@ def versions(kind: str) -> dict[str, str | None]:
     """Version by name of what took part; None for what is not installed."""
     named = PACKAGES | (GPU_PACKAGES if kind == "gpu" else {})
     return {"python": platform.python_version()} | {name: _version(package) for name, package in named.items()}
+
+
+def provenance(machine: Machine, command: str) -> dict[str, Any]:
+    """What every result measured on a CPU is kept with: when, on what, with which versions, by which command."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine.name,
+        "cores": machine.count,
+        "versions": versions(machine.kind),
+        "command": command,
+    }
 
 
 def _version(distribution: str) -> str | None:

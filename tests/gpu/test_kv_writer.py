@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import CUDA
+from gpu_cases import CUDA, cache_to_gpu, storage
 from paged_cases import NAN_BYTE, make_layer, poisoned_cache
 
 from vllm_attn_plugin.kernels import split_kv_cache, write_kv, write_kv_on_gpu
@@ -37,8 +37,7 @@ def test_gpu_writers_store_what_the_host_stores(
         num_qo_heads=6, num_kv_heads=NUM_HEADS, head_dim=head_dim, dtype=torch.bfloat16, kv_dtype=kv_dtype
     )
     host = poisoned_cache(NUM_PAGES, layer, PAGE_SIZE, layout)
-    buffer = torch.empty(0, dtype=host.dtype, device="cpu").set_(host.untyped_storage()).to(CUDA)
-    device = buffer.as_strided(host.shape, host.stride(), host.storage_offset())
+    device = cache_to_gpu(host)
     generator = torch.Generator().manual_seed(0)
     # Slices of a fused QKV output: rows lie apart. Some numbers are beyond what fp8 holds.
     fused = 300 * torch.randn(9, 4 * NUM_HEADS, head_dim, generator=generator).to(torch.bfloat16)
@@ -52,9 +51,5 @@ def test_gpu_writers_store_what_the_host_stores(
     if kv_dtype is None:
         torch.testing.assert_close(device.cpu(), host, atol=0, rtol=0, equal_nan=True)
     else:
-        assert torch.equal(buffer.cpu().flatten() == NAN_BYTE, _storage(host) == NAN_BYTE), "another slot was written"
+        assert torch.equal(storage(device).cpu() == NAN_BYTE, storage(host) == NAN_BYTE), "another slot was written"
         assert torch.equal(device.cpu(), host)
-
-
-def _storage(cache: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 import torch
 from batch_specs import BatchSpec
 from hypothesis import strategies as st
-from paged_cases import LAYOUTS, NAN_BYTE, ROUNDING, PagedCase, cache_bytes, make_case, make_layer
-from vllm_doubles import common_metadata, make_builder, make_layer_double, new_tokens
+from paged_cases import LAYOUTS, NAN_BYTE, PagedCase, assert_close_to_formula, cache_bytes, make_case, make_layer
+from vllm_doubles import run_step
 
 # Query tokens times keys times heads of a drawn step, and keys of all its requests: a check takes some tens of
 # milliseconds, most of them in the formula and in a cache full of poison.
 MOST_LOGITS = 400_000
 MOST_KEYS = 4_000
-# Of the formula's own error in the same dtype: twice would be exceeded by chance in thousands of draws.
-ALLOWED = 4
+# What single tests allow would be exceeded by chance in thousands of draws.
+SLACK = 2
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,11 @@ def check(drawn: DrawnBatch) -> None:
     case = drawn.case()
     before = cache_bytes(case.kv_cache)
     _forget_new_tokens(case)
-    output = _run_step(case, drawn)
+    output = run_step(case, drawn.padding, num_speculative_tokens=drawn.drafts or None)
     assert cache_bytes(case.kv_cache) == before, "the cache differs from its old content with the new tokens in it"
     num_tokens = case.spec.num_tokens
     assert (output[num_tokens:] == 0).all(), "padding of the query must come out as zeros"
-    _check_close(case, output[:num_tokens])
-
-
-def _run_step(case: PagedCase, drawn: DrawnBatch) -> torch.Tensor:
-    """Build, write and attend as vLLM does; query, keys and values are slices of one projection: rows lie apart."""
-    layer = make_layer_double(case)
-    builder = make_builder(case, {"layer": layer}, num_speculative_tokens=drawn.drafts or None)
-    metadata = builder.build(0, common_metadata(case))
-    num_qo, num_kv = case.layer.num_qo_heads, case.layer.num_kv_heads
-    rows = case.spec.num_tokens + drawn.padding
-    fused = torch.full((rows, num_qo + 2 * num_kv, case.layer.head_dim), float("nan"), dtype=case.layer.q_dtype)
-    fused[: case.spec.num_tokens] = torch.cat([case.q, *new_tokens(case)], 1)
-    query, key, value = fused.split([num_qo, num_kv, num_kv], 1)
-    layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, case.slot_mapping)
-    output = torch.full(query.shape, float("nan"), dtype=query.dtype)
-    return layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, output)
+    assert_close_to_formula(case, output[:num_tokens], slack=SLACK)
 
 
 def _forget_new_tokens(case: PagedCase) -> None:
@@ -109,18 +94,6 @@ def _forget_new_tokens(case: PagedCase) -> None:
     slots = case.slot_mapping[case.slot_mapping >= 0]
     poison = NAN_BYTE if case.kv_cache.dtype == torch.uint8 else float("nan")
     case.kv_cache[slots // case.page_size, :, slots % case.page_size] = poison
-
-
-def _check_close(case: PagedCase, out: torch.Tensor) -> None:
-    assert out.isfinite().all(), "a row was not written, or poison was read"
-    if not out.numel():
-        return
-    exact, _ = case.expected()
-    plain, _ = case.expected(case.layer.q_dtype)
-    rounding = ROUNDING[case.layer.q_dtype] * max(1.0, float(exact.abs().max()))
-    limit = ALLOWED * (float((plain.to(case.layer.q_dtype).double() - exact).abs().max()) + rounding)
-    error = float((out.double() - exact).abs().max())
-    assert error <= limit, f"off by {error:.3g}, {limit:.3g} is allowed"
 
 
 def _requests(drafts: int) -> st.SearchStrategy[tuple[int, int]]:

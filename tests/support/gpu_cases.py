@@ -74,10 +74,19 @@ def to_gpu(case: PagedCase) -> GPUCase:
         compute_capability=torch.cuda.get_device_capability(),
         num_sms=torch.cuda.get_device_properties(CUDA).multi_processor_count,
     )
-    buffer = torch.empty(0, dtype=case.kv_cache.dtype, device="cpu").set_(case.kv_cache.untyped_storage()).to(CUDA)
-    cache = buffer.as_strided(case.kv_cache.shape, case.kv_cache.stride(), case.kv_cache.storage_offset())
+    cache = cache_to_gpu(case.kv_cache)
     inputs = replace(case.inputs, sinks=None if case.inputs.sinks is None else case.inputs.sinks.to(CUDA))
     return GPUCase(case, engine, case.q.to(CUDA), cache, inputs)
+
+
+def storage(cache: torch.Tensor) -> torch.Tensor:
+    """The whole buffer that a cache is a view of."""
+    return torch.empty(0, dtype=cache.dtype, device=cache.device).set_(cache.untyped_storage())
+
+
+def cache_to_gpu(cache: torch.Tensor) -> torch.Tensor:
+    """Copy a cache with the buffer around it; it keeps its strides."""
+    return storage(cache).to(CUDA).as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
 
 def tame_unused_slots(gpu: GPUCase) -> None:

@@ -279,16 +279,25 @@ ROUNDING: dict[torch.dtype, float] = {
 }
 
 
-def assert_close_to_formula(case: PagedCase, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Hold a kernel's result against fp64: its error at most twice that of the same formula in the query's dtype."""
+def assert_close_to_formula(
+    case: PagedCase, out: torch.Tensor, lse: torch.Tensor | None = None, slack: float = 1
+) -> None:
+    """Hold a kernel's result against fp64: its error at most twice that of the same formula in the query's dtype.
+
+    Args:
+        case: the step.
+        out, lse: the kernel's.
+        slack: of the error that is allowed in `out`, for thousands of steps, one of which exceeds it by chance.
+    """
     exact_out, exact_lse = case.expected()
     plain_out, _ = case.expected(case.layer.q_dtype)
     assert out.shape == case.q.shape
     assert out.dtype == case.layer.q_dtype
     assert out.isfinite().all(), "a row was not written, or poison was read"
     atol = ROUNDING[case.layer.q_dtype] * max(1.0, _largest(exact_out))
-    limit = 2 * _largest(plain_out.to(case.layer.q_dtype).double() - exact_out) + atol
-    assert _largest(out.double() - exact_out) <= limit
+    limit = slack * (2 * _largest(plain_out.to(case.layer.q_dtype).double() - exact_out) + atol)
+    error = _largest(out.double() - exact_out)
+    assert error <= limit, f"off by {error:.3g}, {limit:.3g} is allowed"
     if lse is not None:
         # LSE is float32 whatever the query's dtype.
         _assert_lse_close(case, lse, exact_lse, case.expected(torch.float32)[1])

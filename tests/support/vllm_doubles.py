@@ -157,11 +157,16 @@ def shape_of(case: PagedCase) -> tuple[int, int]:
 
 
 def forward(layer: LayerDouble, case: PagedCase, metadata: AttnPluginMetadata | None, padding: int = 0) -> torch.Tensor:
-    """One layer's step as vLLM runs it: the cache update, then attention; `padding` rows of NaN behind the query."""
-    k, v = new_tokens(case)
+    """One layer's step as vLLM runs it: the cache update, then attention; `padding` rows of NaN behind the query.
+
+    Query, keys and values are slices of one projection, so that the rows of each lie apart.
+    """
+    num_qo, num_kv = case.layer.num_qo_heads, case.layer.num_kv_heads
+    fused = torch.cat([case.q, *new_tokens(case)], 1)
+    fused = torch.cat([fused, fused.new_full((padding, *fused.shape[1:]), float("nan"))])
+    query, k, v = fused.split([num_qo, num_kv, num_kv], 1)
     layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, case.slot_mapping)
-    query = torch.cat([case.q, case.q.new_full((padding, *case.q.shape[1:]), float("nan"))])
-    output = torch.full_like(query, float("nan"))
+    output = torch.full(query.shape, float("nan"), dtype=query.dtype)
     result = layer.impl.forward(layer, query, k, v, layer.kv_cache, metadata, output)
     assert result is output
     return output
