@@ -156,6 +156,10 @@ class AttentionKernel(ABC):
         """
         return False
 
+    def zeroed_memory(self) -> dict[str, torch.Tensor]:
+        """Memory that must be zero before each launch, by what to call it; each launch leaves it zero. uint8."""
+        return {}
+
     @abstractmethod
     def plan(self, batch: PagedBatch) -> Any:
         """Prepare one step on the host; the plan is good for every layer with this kernel's parameters."""

@@ -109,6 +109,10 @@ class TrtllmGenKernel(AttentionKernel):
             *engine.toolchain.reasons_against(LAUNCHER),
         ]
 
+    def zeroed_memory(self) -> dict[str, torch.Tensor]:
+        """See `AttentionKernel.zeroed_memory`."""
+        return {"TRT-LLM-gen's counters": self._counters}
+
     def plan(self, batch: PagedBatch) -> TrtllmGenPlan:
         """See `AttentionKernel.plan`.
 

@@ -15,7 +15,7 @@ from vllm_attn_plugin.kernels.interface import (
     Phase,
 )
 from vllm_attn_plugin.kernels.kv_cache import KVPages
-from vllm_attn_plugin.kernels.workspace import trtllm_bytes, workspaces
+from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, trtllm_bytes, workspaces
 from vllm_attn_plugin.metadata import PagedBatch
 
 CAPABILITIES = ((9, 0), (12, 0), (12, 1))
@@ -90,6 +90,10 @@ class XQAKernel(AttentionKernel):
             *reasons.alibi(layer),
         ]
         return found or engine.toolchain.reasons_against(_modules(layer, engine))
+
+    def zeroed_memory(self) -> dict[str, torch.Tensor]:
+        """See `AttentionKernel.zeroed_memory`."""
+        return {"XQA's counters": self._workspace[:COUNTER_BYTES]}
 
     def plan(self, batch: PagedBatch) -> XQAPlan:
         """See `AttentionKernel.plan`."""

@@ -13,12 +13,26 @@ from vllm_attn_plugin.metadata.paged_batch import (
     make_uncached_batch,
 )
 from vllm_attn_plugin.metadata.split import count_leading_decodes, split_decode_prefill
+from vllm_attn_plugin.metadata.step_checks import (
+    Step,
+    Violation,
+    find_list_violation,
+    find_slot_violation,
+    find_violation,
+    find_violations,
+)
 
 __all__ = [
     "BatchError",
     "PageListBuffers",
     "PagedBatch",
+    "Step",
+    "Violation",
     "count_leading_decodes",
+    "find_list_violation",
+    "find_slot_violation",
+    "find_violation",
+    "find_violations",
     "indptr_from_lengths",
     "make_device_batch",
     "make_paged_batch",

@@ -114,6 +114,10 @@ class AttnPluginBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[Any]:
         """The class that computes one layer's attention."""
+        if settings().check:
+            from vllm_attn_plugin.checked import CheckedImpl
+
+            return CheckedImpl
         from vllm_attn_plugin.impl import AttnPluginImpl
 
         return AttnPluginImpl
@@ -121,6 +125,10 @@ class AttnPluginBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Any]:
         """The class that makes each step's metadata."""
+        if settings().check:
+            from vllm_attn_plugin.checked import CheckedMetadataBuilder
+
+            return CheckedMetadataBuilder
         from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
 
         return AttnPluginMetadataBuilder

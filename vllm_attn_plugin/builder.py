@@ -151,8 +151,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             "window_left": window_left,
         }
         if self.device.type == "cpu":
-            checked_pages = num_pages if settings().check_batches else None
-            return make_paged_batch(qo_indptr=qo_indptr_cpu, num_pages=checked_pages, **shared)
+            return make_paged_batch(qo_indptr=qo_indptr_cpu, num_pages=num_pages, **shared)
         return make_device_batch(
             qo_indptr=common.query_start_loc[: common.num_reqs + 1],
             qo_indptr_cpu=qo_indptr_cpu,

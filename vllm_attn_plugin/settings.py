@@ -23,13 +23,13 @@ class Settings:
     Attributes:
         decode_kernel: VLLM_ATTN_PLUGIN_DECODE_KERNEL, a kernel's name, or None (auto) to let the dispatch choose.
         prefill_kernel: VLLM_ATTN_PLUGIN_PREFILL_KERNEL, likewise.
-        check_batches: VLLM_ATTN_PLUGIN_CHECK_BATCHES, whether every page id is held against the cache's size on every
-            step. Costs microseconds where the block table is on the host; on a GPU it would wait for the device.
+        check: VLLM_ATTN_PLUGIN_CHECK, whether what a kernel is given is checked before each launch; the host then waits
+            for the device, several times a layer.
     """
 
     decode_kernel: str | None
     prefill_kernel: str | None
-    check_batches: bool
+    check: bool
 
     def forced_kernel(self, phase: str) -> str | None:
         """The kernel forced for a phase ("prefill" or "decode"), or None."""
@@ -37,7 +37,8 @@ class Settings:
 
 
 def _choice(variables: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    value = variables.get(PREFIX + name, AUTO).strip().lower()
+    """A variable's value, the first of those allowed where it is not set."""
+    value = variables.get(PREFIX + name, allowed[0]).strip().lower()
     if value not in allowed:
         raise SettingsError(f"{PREFIX}{name} is {variables[PREFIX + name]!r}; set it to one of: {', '.join(allowed)}.")
     return value
@@ -58,7 +59,7 @@ def parse(variables: Mapping[str, str], kernels: tuple[str, ...]) -> Settings:
     Raises:
         SettingsError: a value that may not be, or a variable with our prefix that does not exist.
     """
-    known = {PREFIX + name for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK_BATCHES")} | set(DEMO_VARIABLES)
+    known = {PREFIX + name for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK")} | set(DEMO_VARIABLES)
     for name in sorted(variables):
         if name.startswith(PREFIX) and name not in known:
             raise SettingsError(
@@ -67,7 +68,7 @@ def parse(variables: Mapping[str, str], kernels: tuple[str, ...]) -> Settings:
     return Settings(
         decode_kernel=_kernel(variables, "DECODE_KERNEL", kernels),
         prefill_kernel=_kernel(variables, "PREFILL_KERNEL", kernels),
-        check_batches=_choice(variables, "CHECK_BATCHES", (AUTO, "on", "off")) != "off",
+        check=_choice(variables, "CHECK", ("0", "1")) == "1",
     )
 
 

@@ -147,14 +147,6 @@ def test_page_past_the_cache_is_named() -> None:
         make_builder(case).build(0, common_metadata(case))
 
 
-def test_check_of_page_ids_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(SPECS["decode"], make_layer())
-    case.block_tables[2, 1] = case.num_pages
-    monkeypatch.setenv("VLLM_ATTN_PLUGIN_CHECK_BATCHES", "off")
-    settings.cache_clear()
-    make_builder(case).build(0, common_metadata(case))
-
-
 def test_max_seq_len_of_the_runner_may_exceed_the_engine_limit() -> None:
     case = make_case(SPECS["decode"], make_layer())
     make_builder(case, max_model_len=16).build(0, common_metadata(case))

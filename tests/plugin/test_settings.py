@@ -9,7 +9,7 @@ NAMES = ("fast", "reference")
 
 
 def test_defaults() -> None:
-    assert parse({}, NAMES) == Settings(decode_kernel=None, prefill_kernel=None, check_batches=True)
+    assert parse({}, NAMES) == Settings(decode_kernel=None, prefill_kernel=None, check=False)
     assert parse({"PATH": "/bin", "VLLM_PLUGINS": "x"}, NAMES) == parse({}, NAMES)
 
 
@@ -21,14 +21,12 @@ def test_kernels_by_name(value: str) -> None:
 
 @pytest.mark.parametrize("value", ["auto", "AUTO"])
 def test_auto_leaves_the_choice_to_the_dispatch(value: str) -> None:
-    parsed = parse({"VLLM_ATTN_PLUGIN_DECODE_KERNEL": value, "VLLM_ATTN_PLUGIN_CHECK_BATCHES": value}, NAMES)
-    assert parsed.decode_kernel is None
-    assert parsed.check_batches
+    assert parse({"VLLM_ATTN_PLUGIN_DECODE_KERNEL": value}, NAMES).decode_kernel is None
 
 
-@pytest.mark.parametrize(("value", "expected"), [("on", True), ("off", False), ("Off", False)])
-def test_check_batches(value: str, expected: bool) -> None:
-    assert parse({"VLLM_ATTN_PLUGIN_CHECK_BATCHES": value}, NAMES).check_batches is expected
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), (" 1 ", True)])
+def test_check_mode(value: str, expected: bool) -> None:
+    assert parse({"VLLM_ATTN_PLUGIN_CHECK": value}, NAMES).check is expected
 
 
 @pytest.mark.parametrize(
@@ -37,7 +35,7 @@ def test_check_batches(value: str, expected: bool) -> None:
         ("DECODE_KERNEL", "slow", "auto, fast, reference"),
         ("PREFILL_KERNEL", "", "auto, fast, reference"),
         ("PREFILL_KERNEL", "reference,fast", "auto, fast, reference"),
-        ("CHECK_BATCHES", "1", "auto, on, off"),
+        ("CHECK", "on", "0, 1"),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, value: str, allowed: str) -> None:
@@ -50,7 +48,7 @@ def test_unknown_setting_is_refused_with_those_that_exist() -> None:
     message = r"^VLLM_ATTN_PLUGIN_KERNEL is no setting of vllm-attn-plugin; the settings are: "
     with pytest.raises(SettingsError, match=message) as caught:
         parse({"VLLM_ATTN_PLUGIN_KERNEL": "reference"}, NAMES)
-    for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK_BATCHES"):
+    for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK"):
         assert f"VLLM_ATTN_PLUGIN_{name}" in str(caught.value)
 
 

@@ -48,6 +48,7 @@ class LayerDouble:
     _q_scale_float: float = 1.0
     _k_scale_float: float = 1.0
     _v_scale_float: float = 1.0
+    layer_name: str = "layer"
 
 
 def make_impl(case: PagedCase, **changes: Any) -> AttnPluginImpl:
