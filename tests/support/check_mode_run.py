@@ -60,7 +60,9 @@ def give_weights(model: torch.nn.Module) -> None:
     """Weights that tell one answer from another; those of `load_format="dummy"` are too small for that."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        is_norm = parameter.dim() == 1
+        random = torch.randn(parameter.shape, generator=generator) * 0.1
+        parameter.data.copy_(torch.ones_like(random) if is_norm else random)
 
 
 def page_past_the_end(common: Any, num_pages: int) -> dict[str, torch.Tensor]:
