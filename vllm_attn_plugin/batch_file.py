@@ -85,7 +85,7 @@ def read(path: Path) -> BatchRecord:
         )
     try:
         step = content["step"]
-        arrays = {name: torch.tensor(step.pop(name), dtype=dtype) for name, dtype in ARRAYS.items()}
+        arrays: dict[str, Any] = {name: torch.tensor(step.pop(name), dtype=dtype) for name, dtype in ARRAYS.items()}
         arrays["block_tables"] = arrays["block_tables"].view(len(arrays["seq_lens"]), -1)
         return BatchRecord(
             violation=content["violation"],

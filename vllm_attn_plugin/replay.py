@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from vllm_attn_plugin.kernels import (
     KVPages,
     LayerParams,
     Phase,
+    Toolchain,
     find_toolchain,
     split_kv_cache,
 )
@@ -99,7 +101,7 @@ def sound_requests(step: Step, at_fault: set[int | None]) -> Sound | None:
     is_used = column < (-(-seq_lens // step.page_size))[:, None]
     # Entries of pages that the engine freed may hold anything; no query sees them.
     tables = step.block_tables[kept].clamp(0, max(step.num_pages - 1, 0))
-    pages, renamed = tables[is_used].unique(return_inverse=True)
+    pages, renamed = torch.unique(tables[is_used], return_inverse=True)
     small = torch.zeros_like(tables)
     small[is_used] = renamed.to(torch.int32)
     return Sound(kept, len(pages), qo_indptr, seq_lens, small)
@@ -115,6 +117,7 @@ def run_layer(record: BatchRecord, layer: LayerParams, sound: Sound, kernel: str
     found = expected if kernel == "reference" else _outputs(record, layer, sound, KERNELS[kernel], q, cache, inputs)
     is_fine = True
     for (phase, want), (_, got) in zip(expected, found, strict=True):
+        assert want is not None, "the reference serves both phases or neither"
         line, is_phase_fine = _compare(want, got, layer.q_dtype)
         name = kernel if got is not None else "reference"
         print(f"{name}, {phase.value}, {len(want)} rows, {_layer_in_words(layer)}: {line}")
@@ -185,7 +188,7 @@ def _phases(
     if not sound.requests:
         return
     moved = {name: getattr(sound, name).to(device) for name in ("qo_indptr", "seq_lens", "block_tables")}
-    shared = {
+    shared: dict[str, Any] = {
         "page_size": step.page_size,
         "max_seq_len": step.max_seq_len,
         "causal": step.causal,
@@ -215,7 +218,7 @@ def _engine(record: BatchRecord, sound: Sound, device: torch.device) -> EnginePa
         max_decode_q_len=record.max_decode_q_len,
         compute_capability=torch.cuda.get_device_capability() if is_cuda else None,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 0,
-        **({"toolchain": find_toolchain()} if is_cuda else {}),
+        toolchain=find_toolchain() if is_cuda else Toolchain(),
     )
 
 
