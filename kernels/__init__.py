@@ -20,9 +20,11 @@ from vllm_attn_plugin.kernels.kv_cache import (
     write_nvfp4_on_gpu,
 )
 from vllm_attn_plugin.kernels.toolchain import Toolchain, find_toolchain
+from vllm_attn_plugin.kernels.tuning import SHIPPED, Shelf
 
 __all__ = [
     "NVFP4",
+    "SHIPPED",
     "AttentionKernel",
     "BySize",
     "EngineParams",
@@ -34,6 +36,7 @@ __all__ = [
     "NVFP4Pages",
     "NoKernelError",
     "Phase",
+    "Shelf",
     "Toolchain",
     "choose",
     "find_toolchain",

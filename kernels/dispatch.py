@@ -114,13 +114,17 @@ class KernelChoice:
     reason: str | None = None
 
     def set_up(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> BySize[AttentionKernel]:
-        """Set each kernel up."""
-        return BySize(tuple(kernel(phase, layer, engine) for kernel in self.kernels), self.kernels.limits)
+        """Set each kernel up, once where it serves several ranges of sizes."""
+        ready = {kernel: kernel(phase, layer, engine) for kernel in dict.fromkeys(self.kernels)}
+        return BySize(tuple(ready[kernel] for kernel in self.kernels), self.kernels.limits)
 
     def __str__(self) -> str:
         """The kernels as the log names them: `xqa up to 32 requests, flashinfer-fa2 above`."""
         *first, last = (kernel.name for kernel in self.kernels)
-        limited = [f"{name} up to {limit} requests" for name, limit in zip(first, self.kernels.limits, strict=True)]
+        limited = [
+            f"{name} up to {limit} request{'s' if limit > 1 else ''}"
+            for name, limit in zip(first, self.kernels.limits, strict=True)
+        ]
         return ", ".join([*limited, f"{last} above" if limited else last])
 
 
@@ -142,6 +146,8 @@ def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str |
     }
     able = [candidate for candidate in candidates if not reasons[candidate.kernel]]
     prompt = [candidate for candidate in able if not candidate.kernel.waits_for_lengths(phase, engine)]
+    if phase is Phase.DECODE and forced is None:
+        prompt, reason = _by_table(prompt, layer, engine, reason)
     kernels = _by_size(prompt, engine)
     if kernels is None:
         kernels = _by_size(able, engine)
@@ -152,6 +158,24 @@ def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str |
             f"{_remedy(phase, layer, engine, forced)}."
         )
     return KernelChoice(kernels, reason)
+
+
+def _by_table(
+    candidates: list[Candidate], layer: LayerParams, engine: EngineParams, reason: str | None
+) -> tuple[list[Candidate], str | None]:
+    """The candidates as a table of measured times orders them, where there is one that names two or more."""
+    names = list(dict.fromkeys(candidate.kernel.name for candidate in candidates))
+    table = engine.tables.find(engine.configuration(layer)) if len(names) > 1 else None
+    if table is None:
+        return candidates, reason
+    longest = engine.max_seq_len if layer.window_left < 0 else min(engine.max_seq_len, layer.window_left + 1)
+    picked = table.fastest(names, longest)
+    if not picked:
+        return candidates, reason
+    tuned = [Candidate(KERNELS[name], batch_size) for batch_size, name in picked]
+    # The last one measured serves what is larger too.
+    why = f"fastest in {table.source}"
+    return [*tuned, Candidate(tuned[-1].kernel)], why if reason is None else f"{reason}; {why}"
 
 
 def _by_size(candidates: Iterable[Candidate], engine: EngineParams) -> BySize[type[AttentionKernel]] | None:

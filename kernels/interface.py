@@ -9,6 +9,7 @@ import torch
 
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.toolchain import Toolchain
+from vllm_attn_plugin.kernels.tuning import Configuration, Shelf
 from vllm_attn_plugin.metadata import PagedBatch
 
 
@@ -70,6 +71,7 @@ class EngineParams:
         use_trtllm: True for TensorRT-LLM's kernels alone where there are some, False for none of them, None for
             whichever is best.
         toolchain: where the code of FlashInfer's kernels can come from.
+        tables: measured decode times.
     """
 
     device: torch.device
@@ -84,6 +86,13 @@ class EngineParams:
     decode_graph_sizes: tuple[int, ...] = ()
     use_trtllm: bool | None = None
     toolchain: Toolchain = field(default_factory=Toolchain)
+    tables: Shelf = field(default_factory=Shelf)
+
+    def configuration(self, layer: LayerParams) -> Configuration:
+        """What a layer's decode times depend on."""
+        q, kv = (str(dtype).removeprefix("torch.") for dtype in (layer.q_dtype, layer.kv_dtype))
+        heads = (layer.num_qo_heads, layer.num_kv_heads, layer.head_dim)
+        return Configuration(*heads, self.page_size, q, kv, self.max_decode_q_len)
 
     @property
     def max_pages_per_request(self) -> int:

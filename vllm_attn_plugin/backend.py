@@ -1,6 +1,7 @@
 """The backend class: what vLLM asks before it hands a model to us."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -12,17 +13,19 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_attn_plugin.kernels import (
     NVFP4,
+    SHIPPED,
     EngineParams,
     LayerParams,
     NoKernelError,
     Phase,
+    Shelf,
     Toolchain,
     choose,
     find_toolchain,
 )
 from vllm_attn_plugin.kernels.kv_cache import NVFP4_BLOCK
 from vllm_attn_plugin.kernels.trtllm_gen import FP8, TrtllmGenKernel
-from vllm_attn_plugin.settings import settings
+from vllm_attn_plugin.settings import own_tables, settings
 
 FP8_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
@@ -97,6 +100,14 @@ def engine_to_be() -> EngineParams:
     """What is known of the engine while its model is being built."""
     now = {"device_capability": current_platform.get_device_capability(), "block_size": None}
     return _engine_to_be(now, get_current_vllm_config_or_none())
+
+
+@cache
+def machine_tables() -> Shelf:
+    """Where this machine's tables of decode times lie: what was measured here, then what ships with the package."""
+    if not current_platform.is_cuda():
+        return Shelf()
+    return Shelf(current_platform.get_device_name(), find_toolchain().flashinfer_version or "", (own_tables(), SHIPPED))
 
 
 class AttnPluginBackend(AttentionBackend):
@@ -270,4 +281,5 @@ def _engine_to_be(configuration: dict[str, Any], config: Any) -> EngineParams:
         compute_capability=compute_capability,
         use_trtllm=None if config is None else config.attention_config.use_trtllm_attention,
         toolchain=machine_toolchain(compute_capability),
+        tables=machine_tables(),
     )

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from vllm_attn_plugin.backend import machine_toolchain
+from vllm_attn_plugin.backend import machine_tables, machine_toolchain
 from vllm_attn_plugin.kernels import (
     AttentionKernel,
     BySize,
@@ -214,6 +214,7 @@ def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) ->
         decode_graph_sizes=tuple(compilation.cudagraph_capture_sizes or ()) if captures_decodes else (),
         use_trtllm=vllm_config.attention_config.use_trtllm_attention,
         toolchain=machine_toolchain(compute_capability),
+        tables=machine_tables(),
     )
 
 

@@ -4,12 +4,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 PREFIX = "VLLM_ATTN_PLUGIN_"
 AUTO = "auto"
 
-# Read by the demo scripts rather than by the backend; known here so that they are not refused.
-DEMO_VARIABLES = ("VLLM_ATTN_PLUGIN_CACHE",)
+# A folder: of the demo scripts' models, and of the tables that were measured on this machine.
+CACHE_VARIABLE = "VLLM_ATTN_PLUGIN_CACHE"
+DEFAULT_CACHE = "~/.cache/vllm-attn-plugin"
 
 
 class SettingsError(ValueError):
@@ -59,7 +61,7 @@ def parse(variables: Mapping[str, str], kernels: tuple[str, ...]) -> Settings:
     Raises:
         SettingsError: a value that may not be, or a variable with our prefix that does not exist.
     """
-    known = {PREFIX + name for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK")} | set(DEMO_VARIABLES)
+    known = {PREFIX + name for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK")} | {CACHE_VARIABLE}
     for name in sorted(variables):
         if name.startswith(PREFIX) and name not in known:
             raise SettingsError(
@@ -70,6 +72,11 @@ def parse(variables: Mapping[str, str], kernels: tuple[str, ...]) -> Settings:
         prefill_kernel=_kernel(variables, "PREFILL_KERNEL", kernels),
         check=_choice(variables, "CHECK", ("0", "1")) == "1",
     )
+
+
+def own_tables() -> Path:
+    """The folder of the tables that `python -m vllm_attn_plugin tune` wrote on this machine."""
+    return Path(os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE).expanduser() / "tables"
 
 
 @cache
