@@ -53,7 +53,9 @@ class CapturedDecode:
             cached_tokens: tokens a request that the caches have room for; tables may name a page more than once.
         """
         self.size, self.width, self.q_len, self.layers = size, width, q_len, layers
-        room = BatchSpec("room", (1,) * size, (cached_tokens,) * size, is_full=True)
+        # Whole pages: a table may name any of them for the middle of a request.
+        whole = -(-cached_tokens // PAGE_SIZE) * PAGE_SIZE
+        room = BatchSpec("room", (1,) * size, (whole,) * size, is_full=True)
         self.cases = [make_case(room, layer, freed=False, seed=seed) for seed, layer in enumerate(layers)]
         gpus = [to_gpu(case) for case in self.cases]
         self.engine = replace(
