@@ -25,7 +25,8 @@ from vllm_attn_plugin.kernels.interface import EngineParams, LayerParams, Phase
 MIB = 1024 * 1024
 # Fixed by FlashInfer's XQA wrapper, which cuts the semaphores off the head of the buffer it is given.
 COUNTER_BYTES = 8 * MIB
-# Rows that a native kernel's tile holds at most. Its planner splits requests until the grid is full, twice the SMs.
+# Pairs of row and head in a native kernel's largest tile. Its planner splits requests until the grid is full, twice
+# the SMs.
 NATIVE_TILE_Q = 128
 GRID_WAVES = 2
 FLOAT_BYTES = 4
@@ -96,19 +97,22 @@ def workspaces(device: torch.device) -> Workspaces:
 
 
 def native_bytes(phase: Phase, layer: LayerParams, engine: EngineParams) -> int:
-    """Bytes that a FlashInfer native kernel needs for partial results.
+    """Bytes that a FlashInfer native kernel needs for partial results, counted as its planner counts them.
 
-    Its planner splits long requests over the grid and keeps a float32 row of `head_dim + 1` (result and log-sum) for
-    each query head of each row of each tile. Without a split nothing is kept; with one there are at most
-    `GRID_WAVES * num_sms / num_kv_heads` tiles, in a CUDA graph as many as the captured batch has if that is more.
+    It splits long requests over the grid and keeps, for each query row of each part, a float32 row of `head_dim + 1`
+    (result and log-sum) a query head. A tile holds pairs of a query row and one of the heads that share a KV head.
+    Splitting leaves at most `GRID_WAVES * num_sms / num_kv_heads` tiles. A captured decode is laid out for as many as
+    its batch may need, split or not: one a request, and the rest for rows that fill tiles of their own. So 512
+    requests with a KV head for each of 32 query heads of 128 need 137 MiB, though each has a single row.
     """
+    group = layer.num_qo_heads // layer.num_kv_heads
     tiles = -(-GRID_WAVES * engine.num_sms // layer.num_kv_heads)
-    tile_q = NATIVE_TILE_Q
+    rows = -(-tiles * NATIVE_TILE_Q // group)
     if phase is Phase.DECODE:
-        rows = engine.max_decode_q_len * (layer.num_qo_heads // layer.num_kv_heads)
-        tile_q = next((size for size in (16, 64) if rows <= size), NATIVE_TILE_Q)
-        tiles = max(tiles, engine.max_batch_size * -(-rows // tile_q))
-    needed = layer.num_qo_heads * tiles * tile_q * (layer.head_dim + 1) * FLOAT_BYTES
+        tile_q = next((size for size in (16, 64) if group <= size), NATIVE_TILE_Q)
+        captured = engine.max_batch_size - 1 + -(-engine.max_batch_size * group // tile_q)
+        rows = max(rows, -(-captured * tile_q // group))
+    needed = layer.num_qo_heads * rows * (layer.head_dim + 1) * FLOAT_BYTES
     return max(MIN_NATIVE_BYTES, needed + ALIGNMENT_SLACK_BYTES)
 
 

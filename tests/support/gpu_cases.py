@@ -1,12 +1,15 @@
 """Batches on a GPU: the cases of `paged_cases`, moved there and run through the kernel that is to serve them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from batch_specs import BatchSpec
-from paged_cases import NAN_BYTE, ROUNDING, PagedCase
+from paged_cases import NAN_BYTE, ROUNDING, PagedCase, make_case
 
-from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, KernelInputs, Phase, split_kv_cache
+from vllm_attn_plugin.kernels import AttentionKernel, EngineParams, KernelInputs, LayerParams, Phase, split_kv_cache
+from vllm_attn_plugin.kernels.dispatch import KERNELS
 from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers, make_device_batch
 
 CUDA = torch.device("cuda")
@@ -35,8 +38,8 @@ class GPUCase:
     kv_cache: torch.Tensor
     inputs: KernelInputs
 
-    def batch(self) -> PagedBatch:
-        """The step as kernels read it, its page lists made on the GPU."""
+    def batch(self, num_rows: int | None = None) -> PagedBatch:
+        """The step as kernels read it, its page lists made on the GPU; moving it there waits for the GPU."""
         case = self.case
         batch = make_device_batch(
             qo_indptr=case.qo_indptr.to(CUDA),
@@ -46,6 +49,7 @@ class GPUCase:
             block_tables=case.block_tables.to(CUDA),
             page_size=case.page_size,
             max_seq_len=self.engine.max_seq_len,
+            num_rows=num_rows,
             causal=case.causal,
             window_left=case.layer.window_left,
         )
@@ -54,7 +58,10 @@ class GPUCase:
 
     def run(self, kernel_type: type[AttentionKernel], phase: Phase) -> torch.Tensor:
         """The kernel's output, full of NaN before it."""
-        kernel = kernel_type(phase, self.case.layer, self.engine)
+        return self.run_with(kernel_type(phase, self.case.layer, self.engine))
+
+    def run_with(self, kernel: AttentionKernel) -> torch.Tensor:
+        """The same with a kernel that is set up."""
         out = torch.full(self.q.shape, float("nan"), dtype=self.case.layer.q_dtype, device=CUDA)
         pages = split_kv_cache(self.kv_cache, self.case.layer.kv_dtype)
         kernel.run(kernel.plan(self.batch()), self.q, pages, out, self.inputs)
@@ -77,6 +84,18 @@ def to_gpu(case: PagedCase) -> GPUCase:
     cache = cache_to_gpu(case.kv_cache)
     inputs = replace(case.inputs, sinks=None if case.inputs.sinks is None else case.inputs.sinks.to(CUDA))
     return GPUCase(case, engine, case.q.to(CUDA), cache, inputs)
+
+
+def gpu_case(spec: BatchSpec, layer: LayerParams, **options: Any) -> GPUCase:
+    """A case on the GPU, none of whose requests is a speculative one; `options` are those of `make_case`."""
+    gpu = to_gpu(make_case(spec, layer, **options))
+    gpu.engine = replace(gpu.engine, max_decode_q_len=1)
+    return gpu
+
+
+def set_up(gpu: GPUCase, name: str, phase: Phase = Phase.DECODE, **changes: Any) -> AttentionKernel:
+    """A kernel for a case's layer; `changes` are to its engine."""
+    return KERNELS[name](phase, gpu.case.layer, replace(gpu.engine, **changes))
 
 
 def storage(cache: torch.Tensor) -> torch.Tensor:
@@ -122,6 +141,14 @@ def error_and_limit(case: PagedCase, out: torch.Tensor) -> tuple[float, float]:
     rounded = plain.to(case.layer.q_dtype).double()
     atol = ROUNDING[case.layer.q_dtype] * max(1.0, _largest(exact))
     return _largest(out.double() - exact), 2 * _largest(rounded - exact) + atol
+
+
+def keep_worst(record_property: Any, errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of several errors with their limits keep the one nearest to its limit in the run's evidence, and return it."""
+    error, limit = max(errors, key=lambda pair: pair[0] / pair[1])
+    record_property("value", error)
+    record_property("tolerance", limit)
+    return error, limit
 
 
 def _expected_on_gpu(case: PagedCase, dtype: torch.dtype) -> torch.Tensor:

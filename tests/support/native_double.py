@@ -34,6 +34,7 @@ RUN = names(
 )
 RUN_PLAIN = names("custom_mask mask_indptr alibi_slopes prefix_len token_pos max_item_len logits_soft_cap sm_scale")
 HND, NON_CAUSAL, CAUSAL = 1, 0, 1
+NUM_SMS = 148
 LOG_2 = 0.6931471805599453
 
 
@@ -125,6 +126,29 @@ def check_plan(planned: dict[str, Any], module: Module) -> None:
     needed = -(-planned["kv_lens"] // planned["page_size"])
     require(torch.equal(pages, needed.int()), f"{pages.tolist()} pages for {planned['kv_lens'].tolist()} keys")
     require(planned["num_qo_heads"] % planned["num_kv_heads"] == 0, "heads a group")
+    if module.backend == "fa2":
+        given, needed = planned["float_workspace"].numel(), planned_bytes(planned)
+        require(given >= needed, f"batch_prefill_tmp_v needs {needed} bytes, the workspace has {given}")
+
+
+def planned_bytes(planned: dict[str, Any], num_sms: int = NUM_SMS) -> int:
+    """Bytes of partial results that the fa2 planner lays out at most, restated from its source."""
+    heads, batch_size = planned["num_qo_heads"], planned["batch_size"]
+    group, head_dim = heads // planned["num_kv_heads"], planned["head_dim_vo"]
+    tiles = 2 * num_sms // planned["num_kv_heads"]
+    rows = planned["total_num_rows"]
+    if planned["uses_graph"]:
+        tile = _tile((rows - batch_size + 1) * group, head_dim)
+        tiles = max(tiles, -(-rows * group // tile) + batch_size - 1)
+    else:
+        tile = _tile(int(planned["qo_indptr"][-1]) * group // max(batch_size, 1), head_dim)
+    return 4 * heads * -(-tiles * tile // group) * (head_dim + 1)
+
+
+def _tile(packed_rows: int, head_dim: int) -> int:
+    if packed_rows > 64 and head_dim < 256:
+        return 128
+    return 64 if packed_rows > 16 else 16
 
 
 def check_run(run: Run) -> None:
