@@ -25,6 +25,7 @@ from ci.gpu.record import Record, header
 from ci.gpu.shapes import write_config
 from ci.machine import this_machine
 from ci.models import RECIPES, model_dir
+from ci.server import telling_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "ci/accuracy/sources/kjv_chapters.txt"
@@ -170,31 +171,34 @@ def serve(name: str, backend: str, gpus: str, logs: Path, resume: bool = False) 
     output, log = logs / f"{stem}.json", logs / f"{stem}.log"
     command = [sys.executable, "-W", "ignore", "-m", "ci.gpu.logprobs", "--run", name, backend, str(output)]
     environment = os.environ | CASES[name].environment | {"CUDA_VISIBLE_DEVICES": gpus}
+    is_late = False
     if not (resume and output.exists() and log.exists()):
         output.unlink(missing_ok=True)
         with log.open("w") as sink:
             process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
-            _await(process, output)
+            is_late = _await(process, output)
     text = log.read_text()
     kernels = sorted({line.strip() for line in KERNELS_LINE.findall(text)})
     if (backend == CANDIDATE) != bool(kernels):
         return Served(None, kernels, f"{backend} did not serve it")
     if not output.exists():
-        errors = [line for line in text.splitlines() if "Error" in line or "not " in line] or text.splitlines()[-1:]
-        return Served(None, kernels, errors[-1].strip()[-400:])
+        last = (telling_lines(text, 1) or ["no output"])[0][:400]
+        return Served(None, kernels, f"no answer within {SECONDS_PER_ENGINE} s; last: {last}" if is_late else last)
     return Served(json.loads(output.read_text()), kernels, "")
 
 
-def _await(process: subprocess.Popen[bytes], output: Path) -> None:
-    """Wait for an engine's answer or its end, then end what is left of it."""
+def _await(process: subprocess.Popen[bytes], output: Path) -> bool:
+    """Wait for an engine's answer or its end, then end what is left of it; whether it came to neither in time."""
     deadline = time.monotonic() + SECONDS_PER_ENGINE
     while process.poll() is None and not output.exists() and time.monotonic() < deadline:
         time.sleep(0.5)
+    is_late = process.poll() is None and not output.exists()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(SECONDS_TO_END)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    return is_late
 
 
 def judge(name: str, served: dict[str, Served], with_one_gpu: dict[str, Served]) -> Row:
