@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ci import field_reports
-from ci.field_reports import cells, filled, is_report, numbers, passed_on_gpu, result, numbered_tests
+from ci.field_reports import cells, filled, is_report, numbered_tests, numbers, passed_on_gpu, result
 from ci.venv import ROOT
 
 TEXT = field_reports.TABLE.read_text()
@@ -43,6 +43,13 @@ def test_every_report_has_the_tests_it_must_have(number):
 def test_every_numbered_test_is_in_its_rows_and_every_test_named_exists(column):
     folder = {4: field_reports.CPU_TESTS, 5: field_reports.GPU_TESTS}[column]
     assert {number: named(row[column]) for number, row in ROWS.items() if named(row[column])} == numbered_tests(folder)
+
+
+@pytest.mark.parametrize("folder", [field_reports.CPU_TESTS, field_reports.GPU_TESTS], ids=["cpu", "gpu"])
+def test_name_of_a_test_is_its_own(folder):
+    """A name that two files have would hide one of them in the table."""
+    for number, names in numbered_tests(folder).items():
+        assert len(set(names)) == len(names), f"report {number}: {sorted(names)}"
 
 
 def test_no_numbered_test_is_elsewhere():

@@ -33,7 +33,7 @@ def layer_of(**options: Any) -> LayerParams:
 
 
 @pytest.mark.parametrize(("name", "phase"), [*NATIVE, *TRTLLM])
-def test_report_01_full_cache(name: str, phase: Phase) -> None:
+def test_report_01_full_cache_through_flashinfer(name: str, phase: Phase) -> None:
     """Every page of the cache in use: a double refuses a page past the last, and a table as wide as the longest."""
     spec = {DECODE: "full_cache_decode", PREFILL: "full_cache_prefill"}[phase]
     case = make_case(SPECS[spec], layer_of())
@@ -70,7 +70,7 @@ def engine_of(name: str) -> EngineParams:
 
 
 @pytest.mark.parametrize(("name", "phase"), [*NATIVE, *TRTLLM])
-def test_report_11_window_of_1024_masks_key_0_of_1025_and_not_key_1(name: str, phase: Phase) -> None:
+def test_report_11_window_of_1024_masks_key_0_of_1025_and_not_key_1_through_flashinfer(name: str, phase: Phase) -> None:
     """A window of 1024 tokens is 1023 keys left of the query."""
     case = make_case(BatchSpec("window", (1,), (1025,)), layer_of(window_left=1023), freed=False)
     case.q.zero_()  # every key that is seen weighs the same
@@ -83,7 +83,7 @@ def test_report_11_window_of_1024_masks_key_0_of_1025_and_not_key_1(name: str, p
 
 
 @pytest.mark.parametrize(("name", "phase"), [(n, p) for n, p in (*NATIVE, *TRTLLM) if p is PREFILL])
-def test_report_12_rows_without_keys_are_zero(name: str, phase: Phase) -> None:
+def test_report_12_rows_without_keys_are_zero_through_flashinfer(name: str, phase: Phase) -> None:
     """The middle one of three requests has no keys."""
     step, _ = run_step(name, phase, make_case(SPECS["empty_kv"], layer_of()))
     step.assert_right()

@@ -110,6 +110,19 @@ def test_report_24_kernel_that_would_ignore_sinks_refuses_them_by_name(name: str
         choose(phase, layer_of(sinks=True), engine_of(name), forced=name)
 
 
+@pytest.mark.parametrize(("name", "phase"), [("flashinfer-sinks", DECODE), ("flashinfer-sinks", PREFILL), *TRTLLM])
+def test_report_24_layer_whose_sinks_are_missing_or_in_another_dtype_is_refused(name: str, phase: Phase) -> None:
+    """Every kernel reads float32 by address, and without sinks would compute something else."""
+    case = make_case(SPECS[SPEC_OF[phase]], layer_of(sinks=True))
+    sinks = case.inputs.sinks
+    assert sinks is not None
+    for wrong, message in ((None, "its inputs hold none"), (sinks.to(BF16), "sinks are torch.bfloat16")):
+        double = make_double(name)
+        with pytest.raises(ValueError, match=message):
+            run_step(name, phase, replace(case, inputs=replace(case.inputs, sinks=wrong)), double=double)
+        assert not (double.calls if name in flashinfer_steps.DOUBLES else double.runs)
+
+
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_report_24_no_gpu_serves_sinks_with_a_kernel_that_ignores_them(
@@ -182,7 +195,7 @@ def test_report_27_q_scale_is_applied_once_to_an_fp8_query(phase: Phase) -> None
 
 @pytest.mark.parametrize("heads", [(14, 2), (32, 2), (9, 3)], ids=lambda heads: f"{heads[0]}x{heads[1]}")
 @pytest.mark.parametrize(("name", "phase"), EVERY_PHASE)
-def test_report_28_odd_groups(name: str, phase: Phase, heads: tuple[int, int]) -> None:
+def test_report_28_odd_groups_through_flashinfer(name: str, phase: Phase, heads: tuple[int, int]) -> None:
     """7, 16 and 3 query heads a KV head, by kernels that use tensor cores for every group."""
     layer = layer_of(num_qo_heads=heads[0], num_kv_heads=heads[1])
     with contract.noted_wrappers() as calls:
