@@ -33,6 +33,9 @@ class AttnPluginCpuPlatform(_BuiltinCpuPlatform):
         backend = selected_backend.get_class()
         reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if reasons:
-            raise ValueError(f"Selected backend CUSTOM cannot serve this model on a CPU: {'; '.join(reasons)}.")
+            # Some of vLLM's own reasons are a few words and no more; all others say what to change.
+            is_bare = any(";" not in reason for reason in reasons)
+            remedy = "; change that, or serve this model with another --attention-backend" if is_bare else ""
+            raise ValueError(f"Selected backend CUSTOM cannot serve this model on a CPU: {'; '.join(reasons)}{remedy}.")
         logger.info_once("Using %s backend.", selected_backend)
         return str(selected_backend.get_path())

@@ -20,6 +20,8 @@ from ci.device import DEVICES, detect_device
 from ci.machine import Machine, this_machine, versions
 from ci.models import RECIPES, cache_dir, prepare
 
+# Kernels have passed with one request at a time and failed with this many (SGLang 31641).
+LEAST_LOAD = 32
 TASKS = ("attn_retrieval", "attn_facts", "attn_last_word", "attn_perplexity")
 # Gemma's vocabulary of 262,144 makes each scored token cost more than its layers do, and of the four tasks the short
 # questions say the least about attention: left out to keep the run short on two cores.
@@ -45,7 +47,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--limit", type=_positive, help="only the first items of each task (for a quick look; the gate wants all)")
     add("--device", choices=DEVICES, help="what serves (default: gpu where nvidia-smi lists one)")
     add("--dtype", help="the model's dtype (default: float32, on a GPU bfloat16)")
-    add("--max-num-seqs", type=_positive, default=48, help="requests in flight at most (default: %(default)s)")
+    add("--max-num-seqs", type=_load, default=48, help="requests in flight at most, 32 or more (default: %(default)s)")
     add("--graphs", action="store_true", help="let vLLM compile and capture graphs (default: eager)")
     add("--timeout", type=_positive, default=3600, help="seconds one run may take (default: %(default)s)")
     add("--machine", help="the result's folder below ci/results (default: from the device's name)")
@@ -57,6 +59,12 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
+
+
+def _load(text: str) -> int:
+    if (number := _positive(text)) < LEAST_LOAD:
+        raise argparse.ArgumentTypeError(f"{number} requests in flight hide faults that need {LEAST_LOAD} or more")
+    return number
 
 
 def _task_list(text: str) -> tuple[str, ...]:

@@ -1,10 +1,13 @@
-"""Public reports against other backends, replayed on metadata alone. The numbers are those of the project's list."""
+"""Public reports 1 to 13: batches and their metadata, alone and with the reference kernel."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from batch_specs import BatchSpec
-from paged_cases import make_case, make_layer
+from paged_cases import assert_close_to_formula, make_case, make_layer
 
+from vllm_attn_plugin.kernels import split_kv_cache
 from vllm_attn_plugin.metadata import (
     BatchError,
     PagedBatch,
@@ -13,6 +16,7 @@ from vllm_attn_plugin.metadata import (
     split_decode_prefill,
 )
 
+HALF = torch.bfloat16
 WILD = 2**30
 
 
@@ -44,6 +48,14 @@ def test_report_01_full_cache(page_size: int) -> None:
     assert batch.paged_kv_indptr.tolist() == [pages_each * i for i in range(batch_size + 1)]
     assert sorted(batch.paged_kv_indices.tolist()) == list(range(case.num_pages))
     assert batch.paged_kv_last_page_len.tolist() == [page_size] * batch_size
+
+
+@pytest.mark.parametrize("q_len", [1, 4, 128])
+def test_report_01_full_cache_gives_what_the_formula_gives(q_len: int) -> None:
+    spec = BatchSpec("full", (q_len,) * 8, (128,) * 8, is_full=True)
+    case = make_case(spec, make_layer(dtype=HALF))
+    assert case.num_pages == 8 * 8
+    assert_close_to_formula(case, *case.run())
 
 
 @pytest.mark.parametrize("padded_seq_len", [0, 1])
@@ -137,6 +149,17 @@ def test_report_09_each_layer_its_own_window() -> None:
     assert everything.paged_kv_indices.tolist() == [5, 2, 8, 1]
 
 
+@pytest.mark.parametrize("window_left", [-1, 127])
+def test_report_10_window_and_cap_of_the_layer_are_applied(window_left: int) -> None:
+    """Soft cap 30 and window 128; the logits go beyond the cap."""
+    case = make_case(BatchSpec("long", (1, 20), (300, 140)), make_layer(soft_cap=30.0, window_left=window_left))
+    case.q *= 8
+    out, lse = case.run()
+    assert_close_to_formula(case, out, lse)
+    case.layer = replace(case.layer, logits_soft_cap=0.0)
+    assert (case.expected()[0] - out.double()).abs().max() > 0.1, "a cap that was left out would pass"
+
+
 @pytest.mark.parametrize(("seq_len", "first_page_kept"), [(1024, 0), (1039, 0), (1040, 1), (1041, 1)])
 def test_report_11_window_off_by_one(seq_len: int, first_page_kept: int) -> None:
     """A window of 1024 tokens is `window_left` 1023. At length 1040 the query stands at 1039 and sees from 16 on."""
@@ -152,6 +175,18 @@ def test_report_11_window_off_by_one(seq_len: int, first_page_kept: int) -> None
     assert batch.paged_kv_indices.tolist() == list(range(first_page_kept, width))
 
 
+@pytest.mark.parametrize("freed", [True, False])
+def test_report_11_window_of_1024_masks_key_0_of_1025_and_not_key_1(freed: bool) -> None:
+    """Window 1024, 1025 keys, one query: key 0 is masked, key 1 is not."""
+    case = make_case(BatchSpec("window", (1,), (1025,)), make_layer(window_left=1023), freed=freed)
+    case.q.zero_()  # every key that is seen weighs the same
+    values = split_kv_cache(case.kv_cache, torch.float32).v
+    for position, value in enumerate([1e6, 1024.0, *[0.0] * 1023]):
+        values[case.block_tables[0, position // 16], :, position % 16] = value
+    out, _ = case.run()
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=0)
+
+
 def test_report_12_empty_kv_in_a_batch() -> None:
     """Three requests, the middle one with no keys: no page, and its neighbours' pages are their own."""
     tables = torch.tensor([[4, 1], [WILD, WILD], [3, 0]], dtype=torch.int32)
@@ -159,6 +194,15 @@ def test_report_12_empty_kv_in_a_batch() -> None:
     assert batch.paged_kv_indptr.tolist() == [0, 2, 2, 4]
     assert batch.paged_kv_indices.tolist() == [4, 1, 3, 0]
     assert batch.paged_kv_last_page_len.tolist() == [4, 0, 16]
+
+
+def test_report_12_rows_without_keys_are_zero_and_weigh_nothing_in_a_merge() -> None:
+    """The rows of the request without keys are zero, and an LSE of -inf gives them no weight in a merge."""
+    case = make_case(BatchSpec("one_empty", (2, 3, 1), (20, 0, 33)), make_layer())
+    out, lse = case.run()
+    assert (out[2:5] == 0).all()
+    assert (lse[2:5] == float("-inf")).all()
+    assert_close_to_formula(case, out, lse)
 
 
 def test_report_13_profile_run_against_prefill() -> None:
@@ -172,9 +216,11 @@ def test_report_13_profile_run_against_prefill() -> None:
     assert prefill.paged_kv_indices.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("max_seq_len", [64, 4096])
-def test_report_17_warm_up_batch(max_seq_len: int) -> None:
-    """A dummy run's batch: seq_len == query_len, a zero table, `max_seq_len` the model's."""
-    batch = batch_of([1] * 6, [1] * 6, torch.zeros((6, max_seq_len // 16), dtype=torch.int32), max_seq_len=max_seq_len)
-    assert batch.paged_kv_indices.tolist() == [0] * 6
-    assert batch.max_seq_len == max_seq_len
+def test_report_13_prefill_reads_its_cached_prefix() -> None:
+    """A prefill over a cached prefix reads the prefix: its answer differs from that of the new tokens alone."""
+    case = make_case(BatchSpec("cached_prefix", (16,), (48,)), make_layer())
+    out, lse = case.run()
+    assert_close_to_formula(case, out, lse)
+    alone = make_case(BatchSpec("no_prefix", (16,), (16,)), case.layer)
+    alone.q, alone.keys, alone.values = case.q, [case.keys[0][32:]], [case.values[0][32:]]
+    assert (alone.expected()[0] - out.double()).abs().max() > 0.1
