@@ -18,7 +18,8 @@ FEWEST_CLIENTS, MOST_CLIENTS = 8, 16
 # The number of clients moves by this many, this often, round and round: batches shrink and grow, and every number of
 # clients has its turn.
 CLIENT_STEP, CLIENT_STEP_SECONDS = 5, 20
-SAMPLE_SECONDS = 2.0
+# Memory is read this often, in a short load often enough for every quarter to have ten samples.
+SAMPLE_SECONDS, LEAST_SAMPLES = 2.0, 40
 HEARTBEAT_SECONDS = 60
 DRAIN_SECONDS = 60
 # What vLLM calls its processes; the rest of the tree only tidies up after them.
@@ -33,7 +34,7 @@ class Load:
     Attributes:
         servings: in the order in which they ended.
         failures: a sentence for each request that the server failed and for a process of it that ended.
-        samples: resident bytes by process, every `SAMPLE_SECONDS`.
+        samples: resident bytes by process, evenly spaced.
         seconds: how long requests were sent.
     """
 
@@ -94,7 +95,7 @@ async def _keep_sampling(pid: int, load: Load, seconds: float) -> None:
             if bar.disable and now - spoken > HEARTBEAT_SECONDS:
                 spoken = now
                 say(f"    {now - start:.0f} of {seconds:.0f} s: {len(load.servings)} requests served")
-            await asyncio.sleep(SAMPLE_SECONDS)
+            await asyncio.sleep(min(SAMPLE_SECONDS, seconds / LEAST_SAMPLES))
 
 
 async def _run(client: Client, pool: Sequence[Request], turns: Iterator[Turn], pid: int, seconds: float) -> Load:
