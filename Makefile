@@ -10,12 +10,13 @@ PORT ?= 8000
 ARGS ?=
 N ?= 20000
 SEED ?=
+MINUTES ?= 20
 export VENV
 
 IN_VENV = $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models serve smoke test test-fast fuzz lint accuracy bench clean
+.PHONY: help env models serve smoke test test-fast fuzz soak lint accuracy bench clean
 
 help: ## show this list
 	@echo "Targets:"
@@ -52,6 +53,9 @@ accuracy: env models ## lm_eval on our own tasks, this plugin against vLLM's own
 
 fuzz: env ## draw N whole steps at random (20000; SEED= repeats a run) and hold each against fp64
 	@$(IN_VENV) -m ci.fuzz --examples $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+soak: env models ## a real server under a mixed load for MINUTES (20): same tokens as alone, no error, flat memory
+	@$(IN_VENV) -m ci.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: env models ## throughput of this plugin against vLLM's own CPU backend
 	@$(IN_VENV) -m ci.bench $(ARGS)
