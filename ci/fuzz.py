@@ -42,7 +42,7 @@ FAULTS = (
              "seq_lens % page_size, 0)", ()),
     Deletion("window off by one", "vllm_attn_plugin/impl.py", "sliding_window - 1,", "sliding_window,", ()),
     Deletion("page lists sliced by tokens", "metadata/paged_batch.py", "self.paged_kv_indices[first_page:end_page],",
-             "self.paged_kv_indices[int(self.qo_indptr_cpu[start]) :][: end_page - first_page],", ()),
+             "self.paged_kv_indices[int(qo_indptr[start]) :][: end_page - first_page],", ()),
     Deletion("slot -1 written", "kernels/kv_cache.py", "if lowest < first_slot:", "if lowest < -1:", ()),
     Deletion("values not scaled", "kernels/reference.py", "result.mul_(inputs.v_scale)", "pass", ()),
     Deletion("index pointers of the whole batch in one phase", "metadata/paged_batch.py",

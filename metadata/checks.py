@@ -15,8 +15,11 @@ def _first(mask: npt.NDArray[np.bool_]) -> int:
     return int(np.argmax(mask))
 
 
-def check_indptr(name: str, indptr: IntArray, batch_size: int) -> None:
+def check_indptr(name: str, indptr: IntArray, batch_size: int) -> IntArray:
     """Check an index pointer array: `batch_size + 1` entries, from 0, never falling.
+
+    Returns:
+        Its differences, int32 `[batch_size]`.
 
     Raises:
         BatchError: names the array and the entry at fault.
@@ -28,12 +31,13 @@ def check_indptr(name: str, indptr: IntArray, batch_size: int) -> None:
         )
     if indptr[0] != 0:
         raise BatchError(f"{name}[0] is {indptr[0]}; an index pointer array starts at 0.")
-    falling = np.diff(indptr) < 0
-    if falling.any():
-        request = _first(falling)
+    lengths: IntArray = indptr[1:] - indptr[:-1]
+    if lengths.min(initial=0) < 0:
+        request = _first(lengths < 0)
         raise BatchError(
             f"{name} falls from {indptr[request]} to {indptr[request + 1]} at request {request}; it must never fall."
         )
+    return lengths
 
 
 def check_seq_lens(seq_lens: IntArray, batch_size: int, max_seq_len: int) -> None:
@@ -44,25 +48,23 @@ def check_seq_lens(seq_lens: IntArray, batch_size: int, max_seq_len: int) -> Non
     """
     if seq_lens.shape != (batch_size,):
         raise BatchError(f"seq_lens has shape {list(seq_lens.shape)}; a batch of {batch_size} needs [{batch_size}].")
-    bad = (seq_lens < 0) | (seq_lens > max_seq_len)
-    if bad.any():
-        request = _first(bad)
+    if seq_lens.min(initial=0) < 0 or seq_lens.max(initial=0) > max_seq_len:
+        request = _first((seq_lens < 0) | (seq_lens > max_seq_len))
         raise BatchError(
             f"request {request} has seq_len {seq_lens[request]}; the limit is 0 to max_seq_len = {max_seq_len}."
         )
 
 
-def check_table_width(num_pages_needed: IntArray, seq_lens: IntArray, table_width: int, page_size: int) -> None:
+def check_table_width(seq_lens: IntArray, table_width: int, page_size: int) -> None:
     """Check that no request needs more pages than its block table row has slots.
 
     Raises:
         BatchError: names the request, its pages and the width of its row.
     """
-    too_long = num_pages_needed > table_width
-    if too_long.any():
-        request = _first(too_long)
+    if seq_lens.max(initial=0) > table_width * page_size:
+        request = _first(seq_lens > table_width * page_size)
         raise BatchError(
-            f"request {request} needs {num_pages_needed[request]} pages for its {seq_lens[request]} tokens "
+            f"request {request} needs {-(-seq_lens[request] // page_size)} pages for its {seq_lens[request]} tokens "
             f"(page size {page_size}), but its block table row has {table_width} slots; "
             "shorten the request or widen the block table."
         )

@@ -1,6 +1,8 @@
 """One step's batch, as paged attention kernels read it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,13 +10,26 @@ import torch
 from vllm_attn_plugin.metadata import checks
 from vllm_attn_plugin.metadata.indptr import (
     IntArray,
-    count_pages,
     gather_page_ids,
     indptr_from_lengths,
     span_pages,
 )
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class HostLists:
+    """Where each request's listed pages lie, as the host knows it; `PagedBatch` describes each under its own name."""
+
+    indptr: torch.Tensor
+    last_page_lens: torch.Tensor
+    first_keys: torch.Tensor
+
+    def rows(self, start: int, stop: int) -> "HostLists":
+        """Those of requests `start` to `stop`."""
+        indptr = _rebased(self.indptr, start, stop)
+        return HostLists(indptr, self.last_page_lens[start:stop], self.first_keys[start:stop])
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,8 @@ class PagedBatch:
             where pages before the window were left out.
         page_list_buffers: what `paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` are the heads of
             where `list_on_device` filled them; a captured graph reads there. Else None.
+        host_lists: what `paged_kv_indptr_cpu`, `paged_kv_last_page_len_cpu` and `first_key_cpu` are taken from; None
+            until one of them is asked for, since kernels that read block tables never ask.
 
     Where the cache is on a GPU, `paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` are empty until
     `list_on_device` fills them: not every kernel reads them.
@@ -60,46 +77,73 @@ class PagedBatch:
     seq_lens_cpu: torch.Tensor
     block_tables: torch.Tensor
     paged_kv_indptr: torch.Tensor
-    paged_kv_indptr_cpu: torch.Tensor
     paged_kv_indices: torch.Tensor
     paged_kv_last_page_len: torch.Tensor
-    paged_kv_last_page_len_cpu: torch.Tensor
-    first_key_cpu: torch.Tensor
     page_list_buffers: "PageListBuffers | None" = None
+    host_lists: HostLists | None = None
 
     @property
     def batch_size(self) -> int:
         """Number of requests, padded rows included."""
-        return len(self.seq_lens_cpu)
+        return self.seq_lens_cpu.shape[0]
 
     @property
     def num_qo_tokens(self) -> int:
         """Number of query tokens of all requests."""
-        return int(self.qo_indptr_cpu[-1])
+        return int(self.qo_indptr_cpu.numpy()[-1])
+
+    @property
+    def paged_kv_indptr_cpu(self) -> torch.Tensor:
+        """See the class."""
+        return self._lists.indptr
+
+    @property
+    def paged_kv_last_page_len_cpu(self) -> torch.Tensor:
+        """See the class."""
+        return self._lists.last_page_lens
+
+    @property
+    def first_key_cpu(self) -> torch.Tensor:
+        """See the class."""
+        return self._lists.first_keys
+
+    @cached_property
+    def _lists(self) -> HostLists:
+        if self.host_lists is not None:
+            return self.host_lists
+        q_lens = np.diff(self.qo_indptr_cpu.numpy())
+        span = span_pages(self.seq_lens_cpu.numpy(), q_lens, self.page_size, self.window_left)
+        checks.check_last_page_lens(span.last_page_lens, span.count, self.page_size)
+        return HostLists(
+            indptr=torch.from_numpy(indptr_from_lengths(span.count)),
+            last_page_lens=torch.from_numpy(span.last_page_lens),
+            first_keys=torch.from_numpy(span.first * self.page_size),
+        )
 
     def rows(self, start: int, stop: int) -> "PagedBatch":
         """The batch of requests `start` to `stop`, its index pointers from 0; padding goes with the last request."""
         if (start, stop) == (0, self.batch_size):
             return self
-        q_lens = self.qo_indptr_cpu[start : stop + 1].diff()
+        qo_indptr = self.qo_indptr_cpu.numpy()
+        q_lens = np.diff(qo_indptr[start : stop + 1])
         padding = self.num_rows - self.num_qo_tokens if stop == self.batch_size else 0
-        first_page, end_page = (int(self.paged_kv_indptr_cpu[request]) for request in (start, stop))
-        return replace(
-            self,
-            max_q_len=int(q_lens.max()) if len(q_lens) else 0,
-            num_rows=int(q_lens.sum()) + padding,
+        lists = self.__dict__.get("_lists", self.host_lists)
+        first_page, end_page = 0, 0
+        if self.paged_kv_indices.numel():
+            first_page, end_page = (int(self.paged_kv_indptr_cpu[request]) for request in (start, stop))
+        return self._with(
+            max_q_len=int(q_lens.max(initial=0)),
+            num_rows=int(qo_indptr[stop] - qo_indptr[start]) + padding,
             qo_indptr=_rebased(self.qo_indptr, start, stop),
             qo_indptr_cpu=_rebased(self.qo_indptr_cpu, start, stop),
             seq_lens=self.seq_lens[start:stop],
             seq_lens_cpu=self.seq_lens_cpu[start:stop],
             block_tables=self.block_tables[start:stop],
             paged_kv_indptr=_rebased(self.paged_kv_indptr, start, stop),
-            paged_kv_indptr_cpu=_rebased(self.paged_kv_indptr_cpu, start, stop),
             paged_kv_indices=self.paged_kv_indices[first_page:end_page],
             paged_kv_last_page_len=self.paged_kv_last_page_len[start:stop],
-            paged_kv_last_page_len_cpu=self.paged_kv_last_page_len_cpu[start:stop],
-            first_key_cpu=self.first_key_cpu[start:stop],
             page_list_buffers=None,
+            host_lists=None if lists is None else lists.rows(start, stop),
         )
 
     def list_on_device(self, buffers: "PageListBuffers") -> "PagedBatch":
@@ -120,14 +164,20 @@ class PagedBatch:
 
     def listed_in(self, buffers: "PageListBuffers") -> "PagedBatch":
         """The batch with its page lists at the head of these buffers, which something else fills."""
-        return replace(
-            self,
+        return self._with(
             paged_kv_indptr=buffers.indptr[: self.batch_size + 1],
             # Cut by the host's count, exact or an upper bound; the device's index pointers say where each ends.
             paged_kv_indices=buffers.indices[: int(self.paged_kv_indptr_cpu[-1])],
             paged_kv_last_page_len=buffers.last_page_lens[: self.batch_size],
             page_list_buffers=buffers,
+            host_lists=self._lists,
         )
+
+    def _with(self, **changes: Any) -> "PagedBatch":
+        """The batch with some fields changed: `dataclasses.replace` without its loop over all fields, run each step."""
+        state = self.__dict__ | changes
+        state.pop("_lists", None)
+        return PagedBatch(**state)
 
 
 def _rebased(indptr: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -198,11 +248,11 @@ def make_paged_batch(
     indices = gather_page_ids(block_tables.numpy(), first_pages, indptr)
     if num_pages is not None:
         checks.check_page_ids(indices, indptr, num_pages)
-    return replace(
-        batch,
+    return batch._with(
         paged_kv_indptr=batch.paged_kv_indptr_cpu,
         paged_kv_indices=torch.from_numpy(indices),
         paged_kv_last_page_len=batch.paged_kv_last_page_len_cpu,
+        host_lists=batch._lists,
     )
 
 
@@ -236,12 +286,14 @@ def make_device_batch(
     Raises:
         BatchError: names the request, the value and the limit. Page ids are not looked at: they are on the GPU.
     """
-    is_padding = qo_indptr_cpu.diff() == 0
+    is_padding = np.diff(qo_indptr_cpu.numpy()) == 0
+    if is_padding.any():
+        seq_lens_cpu = seq_lens_cpu.masked_fill(torch.from_numpy(is_padding), 0)
     return _unlisted_batch(
         qo_indptr=qo_indptr,
         qo_indptr_cpu=qo_indptr_cpu,
         seq_lens=seq_lens,
-        seq_lens_cpu=seq_lens_cpu.masked_fill(is_padding, 0),
+        seq_lens_cpu=seq_lens_cpu,
         block_tables=block_tables,
         page_size=page_size,
         max_seq_len=max_seq_len,
@@ -266,8 +318,6 @@ def _unlisted_batch(
 ) -> PagedBatch:
     """Check the host's arrays and compute a batch from them; its page lists are still empty where the cache is."""
     q_lens = _check_host_arrays(qo_indptr_cpu, seq_lens_cpu, block_tables, page_size, max_seq_len, seq_lens.device)
-    span = span_pages(seq_lens_cpu.numpy(), q_lens, page_size, window_left)
-    checks.check_last_page_lens(span.last_page_lens, span.count, page_size)
     unlisted = seq_lens.new_empty(0)
     return PagedBatch(
         page_size=page_size,
@@ -275,18 +325,15 @@ def _unlisted_batch(
         window_left=window_left,
         max_q_len=int(q_lens.max(initial=0)),
         max_seq_len=max_seq_len,
-        num_rows=int(qo_indptr_cpu[-1]) if num_rows is None else num_rows,
+        num_rows=int(qo_indptr_cpu.numpy()[-1]) if num_rows is None else num_rows,
         qo_indptr=qo_indptr,
         qo_indptr_cpu=qo_indptr_cpu,
         seq_lens=seq_lens,
         seq_lens_cpu=seq_lens_cpu,
         block_tables=block_tables,
         paged_kv_indptr=unlisted,
-        paged_kv_indptr_cpu=torch.from_numpy(indptr_from_lengths(span.count)),
         paged_kv_indices=unlisted,
         paged_kv_last_page_len=unlisted,
-        paged_kv_last_page_len_cpu=torch.from_numpy(span.last_page_lens),
-        first_key_cpu=torch.from_numpy(span.first * page_size),
     )
 
 
@@ -304,12 +351,11 @@ def _check_host_arrays(
     checks.check_tensor("qo_indptr", qo_indptr, torch.int32, CPU, [batch_size + 1])
     checks.check_tensor("seq_lens", seq_lens, torch.int32, CPU, [batch_size])
     checks.check_tensor("block_tables", block_tables, torch.int32, device, [batch_size, _width(block_tables)])
-    checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
+    q_lens = checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
     # The row before the limit: a request too long for both is told of the row, which is what would be overrun.
     lens = seq_lens.numpy()
-    checks.check_table_width(count_pages(lens, page_size), lens, _width(block_tables), page_size)
+    checks.check_table_width(lens, _width(block_tables), page_size)
     checks.check_seq_lens(lens, batch_size, max_seq_len)
-    q_lens: IntArray = np.diff(qo_indptr.numpy())
     return q_lens
 
 

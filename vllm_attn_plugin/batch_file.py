@@ -77,7 +77,9 @@ def read(path: Path) -> BatchRecord:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BatchFileError(f"{path} cannot be read as a batch file ({error}).") from error
+        raise BatchFileError(
+            f"{path} cannot be read as a batch file ({error}); give the one that check mode wrote."
+        ) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise BatchFileError(
@@ -95,7 +97,9 @@ def read(path: Path) -> BatchRecord:
             max_decode_q_len=content["max_decode_q_len"],
         )
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise BatchFileError(f"{path} is an incomplete batch file ({error!r}).") from error
+        raise BatchFileError(
+            f"{path} is an incomplete batch file ({error!r}); give one as check mode wrote it."
+        ) from error
 
 
 def with_slots(step: Step, slot_mapping: torch.Tensor) -> Step:

@@ -111,7 +111,7 @@ def run_layer(record: BatchRecord, layer: LayerParams, sound: Sound, kernel: str
     """Run one kind of layer over the sound requests, print a line a phase, and say whether all is as it should be."""
     against = ReferenceKernel.reasons_against(Phase.PREFILL, layer, _engine(record, sound, torch.device("cpu")))
     if against:
-        raise ReplayError(f"the reference cannot serve these layers: {', '.join(against)}.")
+        raise ReplayError(f"replay needs layers that the reference serves, and it refuses these: {', '.join(against)}.")
     q, cache, inputs = random_tensors(layer, sound, record.step.page_size, seed)
     expected = _outputs(record, layer, sound, ReferenceKernel, q, cache, inputs)
     found = expected if kernel == "reference" else _outputs(record, layer, sound, KERNELS[kernel], q, cache, inputs)

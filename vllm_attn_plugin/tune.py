@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         TuneError: there is no GPU, an option is not understood, or fewer than two kernels can serve.
     """
     if not torch.cuda.is_available():
-        raise TuneError("tune measures kernels on an NVIDIA GPU, and torch finds none.")
+        raise TuneError("tune measures kernels on an NVIDIA GPU, and torch finds none; run it on a machine with one.")
     for configuration in configurations(options):
         table, rows = tune(configuration, options.batch_sizes, options.seq_lens)
         header = {
@@ -105,7 +105,8 @@ def kernels_for(configuration: Configuration) -> list[str]:
     if len(able) < 2:  # noqa: PLR2004
         refused = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items() if reasons)
         raise TuneError(
-            f"of {', '.join(against)} only {', '.join(able) or 'none'} can serve {configuration} ({refused})."
+            f"of {', '.join(against)} only {', '.join(able) or 'none'} can serve {configuration} ({refused}); choose one "
+            "that two can serve."
         )
     return able
 

@@ -267,7 +267,8 @@ def test_report_32_refused_model_is_told_the_backend_and_what_to_change(option: 
 # What tells a reader of an error how far the value may go, or what to do.
 GUIDANCE = re.compile(
     r"must|needs?\b|expected|limit|reads|slots|KV cache has|multiple|choose|set |lower|[Ss]erve|unset|use |starts at|"
-    r"at least|dtype is|is torch|force|make the|disable|settings are|kernels are|hold none|\{\}; \{\}\."
+    r"at least|dtype is|is torch|force|make the|disable|settings are|kernels are|hold none|"
+    r"remove it|run it|give |\{\}; \{\}\."
 )
 
 
@@ -298,6 +299,6 @@ def test_report_32_every_error_raised_says_how_far_a_value_may_go_or_what_to_do(
 
 def test_report_32_every_error_raised_names_its_value() -> None:
     """Those without one speak of something that is missing, which has no value."""
-    missing = re.compile(r"hold none|give(s|) no log-sum-exp|cannot mix causal and non-causal")
+    missing = re.compile(r"hold none|finds none|give(s|) no log-sum-exp|cannot mix causal and non-causal")
     mute = [f"{where}: {text}" for where, text in raised_messages() if "{}" not in text and not missing.search(text)]
     assert mute == []

@@ -1,6 +1,7 @@
 """A whole batch: its fields, its rows, and the batch of a profile run."""
 
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from vllm_attn_plugin.metadata import (
     make_device_batch,
     make_paged_batch,
     make_uncached_batch,
+    paged_batch,
 )
+from vllm_attn_plugin.metadata.indptr import span_pages
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -32,6 +35,15 @@ def example(**changes: object) -> PagedBatch:
         "num_pages": 10,
     }
     return make_paged_batch(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+HOST_LISTS = ("paged_kv_indptr_cpu", "paged_kv_last_page_len_cpu", "first_key_cpu")
+
+
+def contents(batch: PagedBatch) -> dict[str, Any]:
+    """What a batch holds, by name; the lists that it makes when asked included."""
+    names = [field.name for field in fields(batch) if field.name != "host_lists"]
+    return {name: getattr(batch, name) for name in (*names, *HOST_LISTS)}
 
 
 def test_fields_by_hand() -> None:
@@ -65,14 +77,13 @@ def test_every_tensor_says_its_dtype_device_and_shape(spec: BatchSpec, window_le
         "first_key": rows,
         "paged_kv_indices": int(batch.paged_kv_indptr_cpu[-1]),
     }
-    for field in fields(batch):
-        tensor = getattr(batch, field.name)
+    for name, tensor in contents(batch).items():
         if isinstance(tensor, torch.Tensor):
-            assert tensor.dtype == torch.int32, field.name
-            assert tensor.device.type == "cpu", field.name
-            assert tensor.is_contiguous(), field.name
-            if field.name != "block_tables":
-                assert tensor.shape == (lengths[field.name.removesuffix("_cpu")],)
+            assert tensor.dtype == torch.int32, name
+            assert tensor.device.type == "cpu", name
+            assert tensor.is_contiguous(), name
+            if name != "block_tables":
+                assert tensor.shape == (lengths[name.removesuffix("_cpu")],)
     assert batch.max_q_len == max(spec.q_lens)
 
 
@@ -129,11 +140,10 @@ def test_rows_equal_the_batch_built_from_those_rows(spec_name: str, window_left:
                 max_seq_len=batch.max_seq_len,
                 window_left=window_left,
             )
-            rows = batch.rows(start, stop)
-            for field in fields(batch):
-                mine, theirs = getattr(rows, field.name), getattr(direct, field.name)
-                same = torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
-                assert same, f"{field.name} of rows {start} to {stop}"
+            rows, expected = contents(batch.rows(start, stop)), contents(direct)
+            for name, theirs in expected.items():
+                same = torch.equal(rows[name], theirs) if isinstance(theirs, torch.Tensor) else rows[name] == theirs
+                assert same, f"{name} of rows {start} to {stop}"
 
 
 def test_all_rows_are_the_batch_itself_and_others_share_its_pages() -> None:
@@ -207,12 +217,36 @@ def test_both_ways_to_make_a_batch_agree_on_what_the_host_knows() -> None:
         block_tables=on_host.block_tables,
         **shared,  # type: ignore[arg-type]
     )
-    for field in fields(PagedBatch):
-        mine, theirs = getattr(on_device, field.name), getattr(on_host, field.name)
-        if field.name in ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
+    for name, theirs in contents(on_host).items():
+        mine = contents(on_device)[name]
+        if name in ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
             assert len(mine) == 0
         else:
-            assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+            assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, name
+
+
+def test_host_lists_are_made_when_asked_for_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads block tables never asks; what is cut out of a batch takes over what is there already."""
+    calls = []
+    monkeypatch.setattr(paged_batch, "span_pages", lambda *given: calls.append(given) or span_pages(*given))
+    on_host = example()
+    calls.clear()
+    assert on_host.rows(2, 4).paged_kv_indptr_cpu.tolist() == [0, 1, 3]
+    assert calls == []
+    on_device = make_device_batch(
+        qo_indptr=on_host.qo_indptr,
+        qo_indptr_cpu=on_host.qo_indptr,
+        seq_lens=on_host.seq_lens,
+        seq_lens_cpu=on_host.seq_lens,
+        block_tables=on_host.block_tables,
+        page_size=16,
+        max_seq_len=48,
+    )
+    rows = on_device.rows(2, 4)
+    assert calls == []
+    assert rows.paged_kv_indptr_cpu.tolist() == [0, 1, 3]
+    assert rows.first_key_cpu.tolist() == [0, 0]
+    assert len(calls) == 1
 
 
 def test_width_of_the_table_is_checked_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

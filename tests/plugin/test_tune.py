@@ -41,4 +41,7 @@ def test_option_that_is_not_understood_is_named(words: tuple[str, ...], message:
 def test_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["tune", "--heads", "32/8"]) == 2
-    assert capsys.readouterr().err == "error: tune measures kernels on an NVIDIA GPU, and torch finds none.\n"
+    assert (
+        capsys.readouterr().err
+        == "error: tune measures kernels on an NVIDIA GPU, and torch finds none; run it on a machine with one.\n"
+    )
