@@ -105,8 +105,8 @@ def kernels_for(configuration: Configuration) -> list[str]:
     if len(able) < 2:  # noqa: PLR2004
         refused = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in against.items() if reasons)
         raise TuneError(
-            f"of {', '.join(against)} only {', '.join(able) or 'none'} can serve {configuration} ({refused}); choose one "
-            "that two can serve."
+            f"of {', '.join(against)} only {', '.join(able) or 'none'} can serve {configuration} ({refused}); "
+            "choose one that two can serve."
         )
     return able
 
