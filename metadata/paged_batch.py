@@ -146,6 +146,19 @@ class PagedBatch:
             host_lists=None if lists is None else lists.rows(start, stop),
         )
 
+    def for_window(self, window_left: int) -> "PagedBatch":
+        """The batch for layers of another window, its page lists still to be made.
+
+        Raises:
+            ValueError: they are there already, trimmed to this batch's window.
+        """
+        if self.paged_kv_indices.numel():
+            raise ValueError(
+                f"the page lists of this batch are trimmed to window_left {self.window_left}; make a batch for "
+                f"window_left {window_left} before they are listed."
+            )
+        return self._with(window_left=window_left, host_lists=None)
+
     def list_on_device(self, buffers: "PageListBuffers") -> "PagedBatch":
         """Fill the page lists on the GPU, from the lengths and tables there; the host is not asked."""
         from vllm_attn_plugin.metadata.page_kernel import list_pages_on_device

@@ -117,7 +117,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         del common_prefix_len, fast_build
         windows = {params.window_left for params in self._kernels}
         seq_lens_cpu = self._host_lengths(common_attn_metadata)
-        batches = {window: self._make_batch(common_attn_metadata, seq_lens_cpu, window) for window in windows}
+        batches = self._make_batches(common_attn_metadata, seq_lens_cpu, windows)
         phases = {window: self._split(batch) for window, batch in batches.items()}
         plans = {params: _plan(kernels, phases[params.window_left]) for params, kernels in self._kernels.items()}
         return AttnPluginMetadata(num_rows=next(iter(batches.values())).num_rows, plans=plans)
@@ -126,6 +126,16 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         """KV lengths on the host: an upper bound while drafts are checked, unless a kernel's plan needs them exact."""
         lengths: torch.Tensor = common.seq_lens if self._needs_exact_lengths else common.seq_lens_cpu_upper_bound
         return lengths[: common.num_reqs].cpu()
+
+    def _make_batches(
+        self, common: CommonAttentionMetadata, seq_lens_cpu: torch.Tensor, windows: set[int]
+    ) -> dict[int, PagedBatch]:
+        """The step for each window of the group's layers; on a GPU they share all but their page lists, made later."""
+        if self.device.type == "cpu":
+            return {window: self._make_batch(common, seq_lens_cpu, window) for window in windows}
+        first, *others = windows
+        batch = self._make_batch(common, seq_lens_cpu, first)
+        return {first: batch, **{window: batch.for_window(window) for window in others}}
 
     def _make_batch(self, common: CommonAttentionMetadata, seq_lens_cpu: torch.Tensor, window_left: int) -> PagedBatch:
         """Translate vLLM's names into the kernels' and trim the page lists to the window."""

@@ -225,6 +225,29 @@ def test_both_ways_to_make_a_batch_agree_on_what_the_host_knows() -> None:
             assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, name
 
 
+def test_batch_for_another_window_is_that_made_with_it() -> None:
+    arguments = {
+        "qo_indptr": int32(0, 1, 2),
+        "qo_indptr_cpu": int32(0, 1, 2),
+        "seq_lens": int32(40, 20),
+        "seq_lens_cpu": int32(40, 20),
+        "block_tables": torch.tensor([[7, 2, 9], [1, 5, 99]], dtype=torch.int32),
+        "page_size": 16,
+        "max_seq_len": 48,
+    }
+    batch = make_device_batch(**arguments, window_left=-1)  # type: ignore[arg-type]
+    assert batch.paged_kv_indptr_cpu.tolist() == [0, 3, 5]
+    windowed = contents(batch.for_window(7))
+    for name, expected in contents(make_device_batch(**arguments, window_left=7)).items():  # type: ignore[arg-type]
+        same = (
+            torch.equal(windowed[name], expected) if isinstance(expected, torch.Tensor) else windowed[name] == expected
+        )
+        assert same, name
+    assert windowed["first_key_cpu"].tolist() == [32, 0]
+    with pytest.raises(ValueError, match="trimmed to window_left -1; make a batch for window_left 7 before"):
+        example().for_window(7)
+
+
 def test_host_lists_are_made_when_asked_for_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that reads block tables never asks; what is cut out of a batch takes over what is there already."""
     calls = []
