@@ -154,7 +154,7 @@ class PagedBatch:
         """
         if self.paged_kv_indices.numel():
             raise ValueError(
-                f"the page lists of this batch are trimmed to window_left {self.window_left}; make a batch for "
+                f"the page lists of this batch are trimmed to window_left {self.window_left}; make the batch for "
                 f"window_left {window_left} before they are listed."
             )
         return self._with(window_left=window_left, host_lists=None)

@@ -244,7 +244,7 @@ def test_batch_for_another_window_is_that_made_with_it() -> None:
         )
         assert same, name
     assert windowed["first_key_cpu"].tolist() == [32, 0]
-    with pytest.raises(ValueError, match="trimmed to window_left -1; make a batch for window_left 7 before"):
+    with pytest.raises(ValueError, match="trimmed to window_left -1; make the batch for window_left 7 before"):
         example().for_window(7)
 
 
