@@ -54,6 +54,17 @@ class Workspaces:
     multi_ctas_counters: torch.Tensor | None = None
     fp8_output: torch.Tensor | None = None
 
+    def summary(self) -> str:
+        """Every buffer with its size, for the log; empty where there is none."""
+        buffers = {
+            "TRT-LLM-gen/XQA": self.trtllm,
+            "FlashInfer": self.native,
+            "TRT-LLM-gen counters": self.multi_ctas_counters,
+            "fp8 output": self.fp8_output,
+        }
+        sizes = [f"{name} {buffer.numel() / MIB:.0f} MiB" for name, buffer in buffers.items() if buffer is not None]
+        return ", ".join(sizes)
+
     def reserve_trtllm(self, num_bytes: int) -> torch.Tensor:
         """The zeroed buffer of TRT-LLM-gen and XQA, `uint8 [num_bytes or more]`."""
         self.trtllm = self._reserve("TRT-LLM-gen/XQA", self.trtllm, num_bytes)

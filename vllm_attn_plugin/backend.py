@@ -1,7 +1,6 @@
 """The backend class: what vLLM asks before it hands a model to us."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -102,7 +101,6 @@ def engine_to_be() -> EngineParams:
     return _engine_to_be(now, get_current_vllm_config_or_none())
 
 
-@cache
 def machine_tables() -> Shelf:
     """Where this machine's tables of decode times lie: what was measured here, then what ships with the package."""
     if not current_platform.is_cuda():
@@ -281,5 +279,4 @@ def _engine_to_be(configuration: dict[str, Any], config: Any) -> EngineParams:
         compute_capability=compute_capability,
         use_trtllm=None if config is None else config.attention_config.use_trtllm_attention,
         toolchain=machine_toolchain(compute_capability),
-        tables=machine_tables(),
     )

@@ -26,6 +26,7 @@ from vllm_attn_plugin.kernels import (
     choose,
     summary,
 )
+from vllm_attn_plugin.kernels.workspace import workspaces
 from vllm_attn_plugin.metadata import (
     PagedBatch,
     PageListBuffers,
@@ -95,6 +96,9 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
         self._page_lists = self._make_page_list_buffers()
+        reserved = workspaces(device).summary()
+        if reserved:
+            logger.info_once("Attention workspaces on %s: %s.", device, reserved)
         self._needs_exact_lengths = device.type == "cpu" or needs_exact_lengths(self._kernels.values(), self._engine)
 
     @classmethod

@@ -1,5 +1,6 @@
 """What the backend class answers before a model is built."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm_attn_plugin import backend
 from vllm_attn_plugin.backend import AttnPluginBackend
 from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
 from vllm_attn_plugin.impl import AttnPluginImpl
-from vllm_attn_plugin.kernels import EngineParams, LayerParams, Phase, Toolchain
+from vllm_attn_plugin.kernels import SHIPPED, EngineParams, LayerParams, Phase, Shelf, Toolchain
 from vllm_attn_plugin.settings import settings
 
 GOOD: dict[str, Any] = {
@@ -212,3 +213,14 @@ def test_use_trtllm_attention_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatc
         "use_trtllm_attention=True asks for a TensorRT-LLM decode kernel, and there is none for a CPU; "
         "leave use_trtllm_attention unset"
     )
+
+
+def test_tables_of_this_gpu_are_looked_for_here_and_in_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_ATTN_PLUGIN_CACHE", str(tmp_path))
+    assert backend.machine_tables() == Shelf()
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")
+    monkeypatch.setattr(backend, "current_platform", gpu)
+    monkeypatch.setattr(backend, "find_toolchain", lambda: Toolchain(flashinfer_version="0.7.2.post1"))
+    assert backend.machine_tables() == Shelf("NVIDIA H200", "0.7.2.post1", (tmp_path / "tables", SHIPPED))

@@ -26,6 +26,7 @@ from vllm_attn_plugin.builder import AttnPluginMetadataBuilder, PlannedPhase, ne
 from vllm_attn_plugin.kernels import BySize, EngineParams, GraphSupport, NoKernelError, Phase, dispatch
 from vllm_attn_plugin.kernels.dispatch import Candidate
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
+from vllm_attn_plugin.kernels.workspace import Workspaces
 from vllm_attn_plugin.metadata import BatchError, PagedBatch, PageListBuffers
 from vllm_attn_plugin.settings import settings
 
@@ -150,6 +151,21 @@ def test_page_past_the_cache_is_named() -> None:
 def test_max_seq_len_of_the_runner_may_exceed_the_engine_limit() -> None:
     case = make_case(SPECS["decode"], make_layer())
     make_builder(case, max_model_len=16).build(0, common_metadata(case))
+
+
+def test_workspaces_are_told_with_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(builder_module.logger, "info_once", lambda text, *values: lines.append(text % values))
+    shared = Workspaces(torch.device("cpu"), trtllm=torch.zeros(3 << 20, dtype=torch.uint8))
+    monkeypatch.setattr(builder_module, "workspaces", lambda device: shared)
+    case = make_case(SPECS["decode"], make_layer())
+    make_builder(case)
+    shared.native = torch.zeros(5 << 20, dtype=torch.uint8)
+    make_builder(case)
+    assert [line for line in lines if "workspaces" in line] == [
+        "Attention workspaces on cpu: TRT-LLM-gen/XQA 3 MiB.",
+        "Attention workspaces on cpu: TRT-LLM-gen/XQA 3 MiB, FlashInfer 5 MiB.",
+    ]
 
 
 @pytest.mark.parametrize("hook", ["build_for_cudagraph_capture", "build_for_drafting"])

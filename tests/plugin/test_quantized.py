@@ -50,7 +50,10 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def say(major: int, minor: int = 0) -> None:
         gpu = SimpleNamespace(
-            get_device_capability=lambda: DeviceCapability(major, minor), is_cuda=lambda: True, device_type="cpu"
+            get_device_capability=lambda: DeviceCapability(major, minor),
+            get_device_name=lambda: "a GPU",
+            is_cuda=lambda: True,
+            device_type="cpu",
         )
         monkeypatch.setattr(backend, "current_platform", gpu)
         monkeypatch.setattr(backend, "find_toolchain", Toolchain)
