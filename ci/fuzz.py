@@ -73,8 +73,11 @@ def draw(examples: int, seed: int) -> int:
     """
     sys.path.append(str(SUPPORT))
     import hypothesis
+    import torch
     from drawn_batches import DrawnBatch, batches, check  # type: ignore[import-not-found]  # a folder of the tests
 
+    # The tensors are small: threads would spend their time waiting for each other, all the more beside other work.
+    torch.set_num_threads(1)
     drawn_so_far = 0
     failed: list[int] = []
     with tqdm(total=examples, unit="step", disable=None) as bar:
