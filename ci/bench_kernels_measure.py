@@ -67,8 +67,10 @@ class Bench:
             elif name in kept:
                 row = replace(kept[name], chosen=chosen)
                 (passed if row.outcome == "passed" else settled)[name] = row
-        is_whole = len(settled) + len(passed) == len(self.contenders[point.phase])
-        return settled | passed if is_whole else settled
+        names = self.contenders[point.phase]
+        if len(settled) + len(passed) < len(names):
+            return settled
+        return {name: settled.get(name) or passed[name] for name in names}
 
     def measure(self, point: Point, known: Mapping[str, Row]) -> list[Row]:
         """The rows of a point, one a contender; those that are known need no measuring.
