@@ -9,6 +9,9 @@ Writes `ci/results/<gpu>/kernels.json`, a row a kernel and point, as it goes. Ex
 
 `--grid small` changes one property of an 8B model's layer at a time, over batches of 1 to 256 and lengths of 128 to
 32768: about three minutes on an H200 once everything is compiled. `--grid full` is every combination: about 40.
+
+Without a GPU, `--tables kernels/tables` makes the dispatch's tables of what was measured, and `--rechoose` says anew
+what it chooses by those that ship.
 """
 
 import argparse
@@ -23,16 +26,17 @@ from typing import NoReturn
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from ci.bench_kernels_compile import compile_side_by_side
+from ci.bench_kernels_compile import compile_side_by_side, progress_seconds
 from ci.bench_kernels_grid import GRIDS, estimated_seconds, grid
 from ci.bench_kernels_measure import Bench, DeviceLostError, read_bandwidth
 from ci.bench_kernels_peer import Contender, FlashAttention3, OwnKernel
 from ci.bench_kernels_rows import PEER, Row, by_point, key_of, summary, summary_lines
+from ci.bench_kernels_tables import rechoose, write_tables
 from ci.console import UserError, run_main, say
 from ci.gpu.record import Record, header
 from ci.machine import this_machine
 from vllm_attn_plugin.kernels import SHIPPED, Phase, Shelf, find_toolchain
-from vllm_attn_plugin.kernels.timed_batch import CUDA, Point, Pool, gpu_name, most_cache_bytes
+from vllm_attn_plugin.kernels.timed_batch import CUDA, Point, Pool, gpu_name, most_cache_bytes, num_sms
 from vllm_attn_plugin.kernels.timing import CudaClock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +59,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", help="which kernels; default all, see NAMES")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile first, 0 for none; default 8")
     parser.add_argument("--list", action="store_true", help="name the points and measure nothing")
+    parser.add_argument(
+        "--tables", type=Path, help="measure nothing: write the dispatch's tables from the output into this folder"
+    )
+    parser.add_argument(
+        "--rechoose", action="store_true", help="measure nothing: choose anew in the output, by the tables that ship"
+    )
     parser.add_argument("--output", type=Path, help="where to write; default ci/results/<gpu>/kernels.json")
     parser.add_argument("--revision", default="", help="the commit that is measured, to be kept with the result")
     parser.add_argument("--resume", action="store_true", help="keep what passed in the output, of the same revision")
@@ -133,7 +143,7 @@ def run(points: Sequence[Point], bench: Bench, record: Record) -> None:
 def _run_over(due: list[tuple[Point, dict[str, Row]]], bench: Bench, record: Record) -> None:
     """Measure points of one cache dtype, for which the pool is filled once."""
     bench.pool.reserve_for(point for point, _ in due)
-    progress = tqdm(due, desc=due[0][0].configuration.kv_dtype, unit="point", disable=None)
+    progress = tqdm(due, desc=due[0][0].configuration.kv_dtype, unit="point", mininterval=progress_seconds())
     for point, known in progress:
         progress.set_postfix_str(str(point), refresh=False)
         try:
@@ -163,6 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print(*points, sep="\n")
         return 0
+    if options.tables or options.rechoose:
+        return without_gpu(options)
     if not torch.cuda.is_available():
         raise UserError(
             "the kernel benchmark measures on an NVIDIA GPU, and torch finds none; --list names its points."
@@ -170,14 +182,15 @@ def main(arguments: list[str] | None = None) -> int:
     machine = this_machine("gpu")
     output = options.output or ROOT / "ci/results" / machine.label / "kernels.json"
     record = Record(output, header(machine, PROGRAM, arguments, options.revision))
+    record.header |= {"compute_capability": torch.cuda.get_device_capability(), "num_sms": num_sms()}
     if options.resume:
         resume(record, options.keep_failed)
     fitting = [point for point in points if point.cache_bytes <= most_cache_bytes()]
     if len(fitting) < len(points):
         say(f"{len(points) - len(fitting)} points are left out: their caches do not fit this GPU.")
-    minutes = estimated_seconds(fitting, len(NAMES[Phase.DECODE])) / 60
+    minutes = estimated_seconds(fitting) / 60
     say(f"{len(fitting)} points, about {minutes:.0f} minutes on an H200 once compiled; {len(record.rows)} rows kept")
-    for line in compile_side_by_side(fitting, contenders, options.jobs) if options.jobs else ():
+    for line in compile_side_by_side(fitting, contenders, options.jobs, CUDA) if options.jobs else ():
         say(f"not compiled: {line}")
     clock = CudaClock()
     bandwidths = read_bandwidth(clock, CUDA, min(BANDWIDTH_BYTES, most_cache_bytes()))
@@ -190,6 +203,22 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"{error} Going on without it in a fresh process.")
         restart(arguments if arguments is not None else sys.argv[1:])
     return report(record)
+
+
+def without_gpu(options: argparse.Namespace) -> int:
+    """Make tables of what was measured, and choose by those that ship, in that order.
+
+    Raises:
+        UserError: it is not said what was measured.
+    """
+    if options.output is None:
+        raise UserError("--tables and --rechoose read what was measured: give its file with --output.")
+    if options.tables:
+        say(f"{len(write_tables(options.output, options.tables))} tables written to {options.tables}")
+    if options.rechoose:
+        document = rechoose(options.output, (SHIPPED,))
+        print(*summary_lines(document["summary"], document["read_bandwidth_gbps"]), sep="\n")
+    return 0
 
 
 def report(record: Record) -> int:

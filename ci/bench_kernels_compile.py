@@ -1,9 +1,11 @@
 """Compiling the kernels of a benchmark side by side, before anything is measured: FlashInfer does it one by one."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
+import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ci.bench_kernels_peer import Contender, OwnKernel
@@ -11,8 +13,15 @@ from vllm_attn_plugin.kernels import Phase
 from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, engine_of, layer_of
 from vllm_attn_plugin.kernels.timing import prepare
 
+# How often progress is shown where it is read as it happens, and where it goes into a log.
+SHOWN_SECONDS, LOGGED_SECONDS = 0.5, 15.0
 # A batch that is set up in no time; what is compiled does not depend on it.
 TOKENS = 128
+
+
+def progress_seconds() -> float:
+    """How often to show progress."""
+    return SHOWN_SECONDS if sys.stderr.isatty() else LOGGED_SECONDS
 
 
 def modules(points: Iterable[Point], contenders: Mapping[Phase, Mapping[str, Contender]]) -> list[tuple[str, Point]]:
@@ -34,28 +43,30 @@ def _small(point: Point) -> Point:
 
 
 def compile_side_by_side(
-    points: Iterable[Point], contenders: Mapping[Phase, Mapping[str, Contender]], jobs: int
+    points: Iterable[Point], contenders: Mapping[Phase, Mapping[str, Contender]], jobs: int, device: torch.device
 ) -> list[str]:
     """Have every kernel compiled that the points need; what failed, a line each.
 
     Args:
         points: what is to be measured.
         contenders: the kernels, by phase and name.
-        jobs: processes, each of which uses the GPU for a moment.
+        jobs: processes, each of which uses the device for a moment.
+        device: where the kernels run.
     """
     due = modules(points, contenders)
     errors = {}
     # Spawned: a fork of a process that has used the GPU could not use it.
     with ProcessPoolExecutor(min(jobs, max(1, len(due))), mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(run_once, name, point): f"{name} {point.configuration}" for name, point in due}
-        for future in tqdm(as_completed(running), total=len(running), desc="compile", unit="module", disable=None):
+        running = {pool.submit(run_once, name, point, device): f"{name} {point.configuration}" for name, point in due}
+        for future in tqdm(
+            as_completed(running), total=len(running), desc="compile", unit="module", mininterval=progress_seconds()
+        ):
             errors[running[future]] = future.exception()
     return [f"{what}: {type(error).__name__}: {str(error)[:200]}" for what, error in errors.items() if error]
 
 
-def run_once(name: str, point: Point) -> None:
+def run_once(name: str, point: Point, device: torch.device) -> None:
     """Run a kernel once where it can serve, and so have it compiled."""
-    pool = Pool()
     kernel = OwnKernel(name)
-    if not kernel.reasons_against(point.phase, layer_of(point.configuration), engine_of(point, pool.device)):
-        prepare(Shape(point, pool), name)
+    if not kernel.reasons_against(point.phase, layer_of(point.configuration), engine_of(point, device)):
+        prepare(Shape(point, Pool(device)), name)

@@ -90,13 +90,20 @@ def flops(point: Point) -> float:
     return 4.0 * point.batch_size * point.q_len * seen * heads
 
 
-def estimated_seconds(points: Iterable[Point], num_kernels: int) -> float:
+def estimated_seconds(points: Iterable[Point]) -> float:
     """About how long measuring takes on an H200, with everything compiled."""
-    return sum(POINT_SECONDS + num_kernels * _kernel_seconds(point) for point in points)
+    return sum(POINT_SECONDS + sum(_kernel_seconds(point, reads) for reads in _reads(point)) for point in points)
 
 
-def _kernel_seconds(point: Point) -> float:
-    layer_us = max(LEAST_LAYER_US, point.read_bytes / READ_BYTES_PER_US, flops(point) / FLOPS_PER_US)
+def _reads(point: Point) -> tuple[int, ...]:
+    """How often each kernel reads the keys: FlashInfer's fa3 once for each query head where it decodes."""
+    group = point.configuration.num_qo_heads // point.configuration.num_kv_heads
+    return (1, 1, 1, group) if point.phase is Phase.DECODE else (1, 1, 1)
+
+
+def _kernel_seconds(point: Point, reads: int) -> float:
+    layer_us = max(LEAST_LAYER_US, reads * point.read_bytes / READ_BYTES_PER_US, flops(point) / FLOPS_PER_US)
     replay_us = point.num_layers * layer_us
     replays = 1 + (min(MOST_REPLAYS, ROUND_US // replay_us) if replay_us <= ROUND_US / 2 else 0)
-    return SETUP_SECONDS + (ROUNDS + 1) * replays * (replay_us + FILL_US) / 1e6
+    set_up_us = 3 * replay_us  # once to see that it works, once more before the capture, and the first round
+    return SETUP_SECONDS + (set_up_us + ROUNDS * replays * (replay_us + FILL_US)) / 1e6

@@ -7,14 +7,24 @@ import torch
 
 from ci.bench_kernels_peer import Contender
 from ci.bench_kernels_rows import Row, measured_row, unmeasured_row
-from vllm_attn_plugin.kernels import NoKernelError, Phase, Shelf, choose
+from vllm_attn_plugin.kernels import EngineParams, NoKernelError, Phase, Shelf, choose
 from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, engine_of, layer_of
 from vllm_attn_plugin.kernels.timing import Clock, Measured, MeasureError, Runner, device_is_lost, measure
 
+CPU = torch.device("cpu")
 # How far a result may lie from the first kernel's, as a part of its largest number, by bytes of a cached number: no
 # test of accuracy, but what shows that a kernel was called wrongly. Over an fp8 cache the peer's query is fp8 too.
 MOST_DIFFERENCE = {1: 0.25, 2: 0.05}
 MOST_REASON = 300
+
+
+def choose_for(point: Point, engine: EngineParams) -> str:
+    """The kernel that the dispatch runs a point with on an engine; empty where it refuses."""
+    try:
+        choice = choose(point.phase, layer_of(point.configuration), engine)
+    except NoKernelError:
+        return ""
+    return choice.kernels.pick(point.batch_size).name
 
 
 class DeviceLostError(RuntimeError):
@@ -43,12 +53,7 @@ class Bench:
 
     def choose(self, point: Point) -> str:
         """The kernel that the dispatch runs a point with; empty where it refuses."""
-        engine = replace(engine_of(point, self.pool.device), tables=self.tables)
-        try:
-            choice = choose(point.phase, layer_of(point.configuration), engine)
-        except NoKernelError:
-            return ""
-        return choice.kernels.pick(point.batch_size).name
+        return choose_for(point, replace(engine_of(point, self.pool.device), tables=self.tables))
 
     def known(self, point: Point, kept: Mapping[str, Row]) -> dict[str, Row]:
         """The rows of a point that need no measuring: refusals, and kept ones.

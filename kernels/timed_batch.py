@@ -116,7 +116,7 @@ def engine_of(point: Point, device: torch.device = CUDA) -> EngineParams:
         max_seq_len=point.seq_len,
         max_decode_q_len=point.configuration.q_len,
         compute_capability=torch.cuda.get_device_capability(device) if is_gpu else None,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 0,
+        num_sms=num_sms(device) if is_gpu else 0,
         decode_graph_sizes=(num_tokens,) if is_gpu and is_decode else (),
         toolchain=find_toolchain() if is_gpu else Toolchain(),
     )
@@ -204,6 +204,11 @@ class Shape:
         )
         batch_size, pages_each = self.block_tables.shape
         return batch.list_on_device(PageListBuffers(batch_size, pages_each, self.device))
+
+
+def num_sms(device: torch.device = CUDA) -> int:
+    """A GPU's multiprocessors."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The kernel benchmark on a CPU: its grids, its arithmetic, and the measuring of a point with kernels of all kinds."""
+"""The kernel benchmark on a CPU: points measured with kernels of all kinds, and whole runs."""
 
 import json
 from collections.abc import Callable
@@ -10,25 +10,20 @@ import pytest
 import torch
 
 from ci import bench_kernels, bench_kernels_measure
-from ci.bench_kernels import contenders_of, parse, points_of, restart, resume, run
-from ci.bench_kernels_compile import modules
-from ci.bench_kernels_grid import configuration, estimated_seconds, flops, grid
+from ci.bench_kernels import parse, restart, resume, run
+from ci.bench_kernels_grid import configuration
 from ci.bench_kernels_measure import Bench, DeviceLostError, read_bandwidth
 from ci.bench_kernels_peer import (
     FlashAttention3,
     OwnKernel,
-    call_arguments,
-    keys_and_values,
-    scheduler_arguments,
-    token_major,
 )
-from ci.bench_kernels_rows import PEER, Row, key_of, measured_row, regret, summary, summary_lines, unmeasured_row
+from ci.bench_kernels_rows import PEER, Row, key_of, unmeasured_row
 from ci.console import UserError
 from ci.gpu.record import Record
 from ci.machine import Machine
 from vllm_attn_plugin.kernels import EngineParams, Phase, Shelf
-from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, decode_point, engine_of, layer_of
-from vllm_attn_plugin.kernels.timing import Measured, Runner
+from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, decode_point, engine_of
+from vllm_attn_plugin.kernels.timing import Runner
 from vllm_attn_plugin.kernels.tuning import Configuration, Table, Timing, write_table
 
 CPU = torch.device("cpu")
@@ -36,183 +31,6 @@ LAYER = Configuration(4, 2, 64, 16, "float32", "float32", 1)
 LLAMA = Configuration(32, 8, 128, 16, "bfloat16", "bfloat16", 1)
 DECODE = decode_point(LAYER, 3, 40)
 PREFILL = Point(Phase.PREFILL, LAYER, 1, 20, 50)
-
-# Grids
-
-
-def test_full_grid_is_every_combination() -> None:
-    decodes = [point for point in grid("full") if point.phase is Phase.DECODE]
-    found = {
-        name: {getattr(point.configuration, name) for point in decodes}
-        for name in ("head_dim", "page_size", "kv_dtype", "q_len")
-    }
-    assert found == {
-        "head_dim": {64, 128, 256},
-        "page_size": {16, 64},
-        "kv_dtype": {"bfloat16", "float8_e4m3fn"},
-        "q_len": {1},
-    }
-    heads = {(point.configuration.num_qo_heads, point.configuration.num_kv_heads) for point in decodes}
-    assert heads == {(32, 8), (64, 8), (32, 2), (8, 1)}
-    sizes = {(point.batch_size, point.seq_len) for point in decodes}
-    assert {(1, 128), (1, 32768), (256, 128), (256, 32768)} <= sizes
-    assert len(set(map(str, decodes))) == len(decodes) == 4 * 3 * 2 * 2 * len(sizes)
-
-
-def test_small_grid_is_a_part_that_changes_one_property_at_a_time_and_fits_its_time() -> None:
-    small, full = grid("small"), {str(point) for point in grid("full")}
-    assert {str(point) for point in small} < full
-    assert len({str(point) for point in small}) == len(small)
-    for point in small:
-        layer = point.configuration
-        off = [(layer.num_qo_heads, layer.num_kv_heads) != (32, 8), layer.head_dim != 128, layer.page_size != 16]
-        assert sum(off) <= 1, point
-    assert estimated_seconds(small, num_kernels=4) < 240
-    assert str(small[0]) == "decode 32x8-d128-p16-bfloat16-bfloat16-q1 1x128"
-
-
-@pytest.mark.parametrize("name", ["small", "full"])
-def test_prompts_are_measured_plain_and_behind_a_prefix(name: str) -> None:
-    prefills = [point for point in grid(name) if point.phase is Phase.PREFILL and point.configuration == LLAMA]
-    plain = {point.q_len for point in prefills if point.q_len == point.seq_len and point.batch_size == 1}
-    chunks = {point.q_len for point in prefills if point.seq_len == point.q_len + 8192 and point.batch_size == 1}
-    assert plain == chunks == {512, 1024, 2048, 4096, 8192}
-
-
-def test_arithmetic_counts_each_query_with_the_keys_that_it_sees() -> None:
-    """3 new tokens of 5 see 3, 4 and 5 keys; two products of 2 operations for each of 4 heads of 64."""
-    assert flops(Point(Phase.PREFILL, LAYER, 2, 3, 5)) == 2 * (3 + 4 + 5) * 2 * 2 * 4 * 64
-
-
-def test_points_are_picked_by_name() -> None:
-    found = points_of(parse(["--only", "^decode 8x1.*float8.* 16x1024$"]))
-    assert [str(point) for point in found] == ["decode 8x1-d128-p16-bfloat16-float8_e4m3fn-q1 16x1024"]
-    with pytest.raises(UserError, match="no point of the small grid has --only 7x7 in its name; --list names them"):
-        points_of(parse(["--only", "7x7"]))
-    with pytest.raises(UserError, match=r"--only \( is no regular expression"):
-        points_of(parse(["--only", "("]))
-
-
-def test_kernels_are_picked_by_name() -> None:
-    found = contenders_of(parse(["--kernels", "xqa", PEER]))
-    assert {str(phase): list(some) for phase, some in found.items()} == {"decode": ["xqa", PEER], "prefill": [PEER]}
-    everything = contenders_of(parse([]))
-    assert list(everything[Phase.DECODE]) == ["xqa", "flashinfer-fa2", "flashinfer-fa3", PEER]
-    assert list(everything[Phase.PREFILL]) == ["flashinfer-fa3", "flashinfer-fa2", PEER]
-    with pytest.raises(UserError, match="--kernels fa4: the kernels are flashinfer-fa2, flashinfer-fa3, vllm-fa3, xqa"):
-        contenders_of(parse(["--kernels", "xqa", "fa4"]))
-
-
-def test_each_module_is_compiled_once() -> None:
-    due = modules(grid("small"), contenders_of(parse([])))
-    native = [(name, one.configuration.kv_dtype, one.configuration.head_dim) for name, one in due if name != "xqa"]
-    assert len(native) == len(set(native)) == 2 * 2 * 3
-    xqa = [one.configuration for name, one in due if name == "xqa"]
-    assert len(xqa) == 2 * 6  # centre, pages of 64, two groupings more (8/1 has that of 64/8), two head sizes more
-    assert [name == "xqa" for name, _ in due] == sorted(name == "xqa" for name, _ in due)
-    assert max(point.seq_len for _, point in due) == 128
-
-
-# The peer
-
-
-@pytest.mark.parametrize("kv_heads", [2, 1])
-def test_peer_reads_the_same_bytes_token_by_token(kv_heads: int) -> None:
-    cache = torch.arange(3 * kv_heads * 16 * 128, dtype=torch.float32).view(3, kv_heads, 16, 128)
-    k, v = keys_and_values(token_major(cache), 64)
-    assert k.shape == v.shape == (3, 16, kv_heads, 64)
-    # The stride of a single head is never followed, but handed to the hardware, which wants one that could be.
-    head = 128 if kv_heads > 1 else 64
-    assert k.stride() == v.stride() == (16 * kv_heads * 128, kv_heads * 128, head, 1)
-    assert (k.data_ptr(), v.data_ptr()) == (cache.data_ptr(), cache.data_ptr() + 64 * 4)
-    assert k[1, 2, kv_heads - 1, 5] == (1 * 16 + 2) * kv_heads * 128 + (kv_heads - 1) * 128 + 5
-
-
-def test_peer_takes_the_shape_as_its_common_answer_has_it() -> None:
-    """Not token-major for the result that is compared: keys of a head lie side by side there."""
-    shape = Shape(DECODE, Pool(CPU))
-    k, v = keys_and_values(shape.caches[0], 64)
-    assert torch.equal(k[2, 3, 1], shape.caches[0][2, 1, 3, :64])
-    assert torch.equal(v[2, 3, 1], shape.caches[0][2, 1, 3, 64:])
-
-
-@pytest.mark.parametrize(("point", "splits"), [(DECODE, 32), (Point(Phase.PREFILL, LAYER, 2, 300, 300), 0)])
-def test_peer_splits_as_vllm_lets_it_in_graphs_and_outside(point: Point, splits: int) -> None:
-    shape = Shape(point, Pool(CPU))
-    call, scheduler = call_arguments(shape), scheduler_arguments(shape)
-    assert call["num_splits"] == scheduler["num_splits"] == splits
-    assert call["max_seqlen_q"] == scheduler["max_seqlen_q"] == point.q_len
-    assert call["max_seqlen_k"] == scheduler["max_seqlen_k"] == point.seq_len
-    assert call["k_descale"].shape == (point.batch_size, 2)
-    assert call["seqused_k"] is scheduler["cache_seqlens"]
-    assert scheduler["page_size"] == 16
-
-
-def test_peer_refuses_where_there_is_no_gpu() -> None:
-    reasons = FlashAttention3().reasons_against(Phase.DECODE, layer_of(LAYER), engine_of(DECODE, CPU))
-    assert reasons == ["it runs on NVIDIA GPUs"]
-
-
-# Rows and what they come to
-
-
-def row(kernel: str, us: float | None, chosen: str = "xqa", batch: int = 64, seq: int = 8192, **changes: Any) -> Row:
-    point = replace(decode_point(LLAMA, batch, seq), **changes)
-    if us is None:
-        return unmeasured_row(point, kernel, chosen, "refused", "it does not like it")
-    return measured_row(point, kernel, chosen, Measured(us, 0.5, 9.0), 0.001)
-
-
-def test_row_says_where_and_how_fast() -> None:
-    """64 requests of 8192 tokens with 8 heads of 128: 2 GiB; in 500 us that is 4,295 GB/s."""
-    found = row("xqa", 500.0)
-    assert (found.heads, found.kv_dtype, found.phase) == ("32/8", "bfloat16", "decode")
-    assert found.read_bytes == 2 << 30
-    assert found.gbps == 4295.0
-    assert found.key == key_of(decode_point(LLAMA, 64, 8192))
-    assert Row(**json.loads(json.dumps(vars(found)))) == found
-    assert replace(found, kv_dtype="float8_e4m3fn").read_bytes == 1 << 30
-
-
-def test_regret_is_the_choice_over_the_fastest() -> None:
-    rows = {one.kernel: one for one in (row("xqa", 510.0), row("flashinfer-fa2", 500.0), row(PEER, 408.0))}
-    assert regret(rows) == 510 / 408
-    assert regret(rows, without=PEER) == 510 / 500
-    assert regret({"xqa": row("xqa", 510.0), PEER: row(PEER, None)}) == 1.0
-    assert regret({"xqa": row("xqa", None), PEER: row(PEER, 3.0)}) == float("inf")
-    assert regret({"xqa": row("xqa", None)}) is None
-
-
-def test_summary_tells_the_share_the_worst_and_what_long_decodes_reach() -> None:
-    rows = [
-        row("xqa", 480.0),
-        row(PEER, 480.0),
-        row("xqa", 10.0, batch=1, seq=128),
-        row(PEER, 8.0, batch=1, seq=128),
-        row("xqa", None, batch=2, seq=128),
-        row(PEER, 8.0, batch=2, seq=128),
-        row("flashinfer-fa2", 260.0, "flashinfer-fa2", batch=32),
-        row("xqa", 263.0, "flashinfer-fa2", batch=32),
-    ]
-    found = summary(rows, 4470.0)
-    assert (found["decode"]["points"], found["decode"]["within"], found["decode"]["within_own"]) == (4, 0.5, 1.0)
-    assert [(worst["batch"], worst["fastest"], worst["factor"]) for worst in found["decode"]["worst"]] == [
-        ("2x128", PEER, None),
-        ("1x128", PEER, 1.25),
-    ]
-    assert found["prefill"] == {"points": 0, "within": None, "within_own": None, "worst": []}
-    # 2 GiB in 480 us and 1 GiB in 260 us; the short ones do not count, nor what was not chosen.
-    assert found["long_decodes"] == {
-        "points": 2,
-        "least": round(4129.8 / 4470, 4),
-        "median": round(4473.9 / 4470, 4),
-        "reached": 0.5,
-    }
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    printed = "\n".join(summary_lines(found, 4470.0))
-    assert "decode: the choice is within 2% of the fastest kernel at 50.0% of 4 points" in printed
-    assert "50.0% of 2 reach 95%" in printed
-
 
 # Measuring
 
@@ -446,6 +264,7 @@ def test_whole_program_on_a_pretended_gpu(
         "this_machine": lambda _: Machine("gpu", "NVIDIA H200", 1, "580"),
         "Pool": lambda: Pool(CPU),
         "CudaClock": Clock,
+        "num_sms": lambda: 132,
         "gpu_name": lambda: "NVIDIA H200",
         "most_cache_bytes": lambda: 1 << 30,
         "read_bandwidth": lambda *_: {"a sum": 4000.0, "a maximum": 4400.0},
@@ -453,6 +272,7 @@ def test_whole_program_on_a_pretended_gpu(
     for name, stand_in in replaced.items():
         monkeypatch.setattr(bench_kernels, name, stand_in)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     output = tmp_path / "kernels.json"
     assert bench_kernels.main(["--output", str(output), "--revision", "abc", "--jobs", "0"]) == 0
