@@ -1,13 +1,16 @@
 """Timing kernels: what a batch is made of, and the loop that measures, on a CPU with clocks that are told the time."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import contract
 import pytest
 import torch
+from native_double import NUM_SMS, NativeDouble
 from torch.nn.functional import scaled_dot_product_attention
+from xqa_double import XQADouble
 
-from vllm_attn_plugin.kernels import Phase, timing
+from vllm_attn_plugin.kernels import EngineParams, Phase, timed_batch, timing
 from vllm_attn_plugin.kernels.timed_batch import MOST_LAYERS, Point, Pool, Shape, decode_point, dtype_named, engine_of
 from vllm_attn_plugin.kernels.timing import (
     MOST_REPLAYS,
@@ -172,6 +175,38 @@ def test_replay_runs_every_layer_as_it_is_read_and_the_answer_is_of_the_first_as
     assert all(cache.shape == shape.caches[0].transpose(1, 2).shape for _, cache in seen[1:])
     assert runner.answer is not None
     assert runner.answer.item() == 1.0, "a copy: later runs write to the same output"
+
+
+HALF = Configuration(8, 2, 64, 16, "bfloat16", "bfloat16", 1)
+HALF_DECODE, HALF_CHUNK = decode_point(HALF, 3, 40), Point(Phase.PREFILL, HALF, 2, 20, 50)
+
+
+@pytest.fixture
+def pretended_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlashInfer's Python runs as on an H200, with doubles behind it; decodes read their page lists where graphs do."""
+    made, listed = timed_batch.engine_of, Shape.batch
+
+    def engine(point: Point, device: torch.device) -> EngineParams:
+        sizes = (point.batch_size,) if point.phase is Phase.DECODE else ()
+        return replace(made(point, device), compute_capability=(9, 0), num_sms=NUM_SMS, decode_graph_sizes=sizes)
+
+    monkeypatch.setattr(timed_batch, "engine_of", engine)
+    monkeypatch.setattr(Shape, "batch", lambda shape: contract.in_buffers(listed(shape)))
+    with contract.native(NativeDouble()), contract.sm90_xqa(XQADouble()), contract.fresh_workspaces():
+        yield
+
+
+@pytest.mark.usefixtures("pretended_h200")
+@pytest.mark.parametrize(
+    ("point", "names"),
+    [(HALF_DECODE, ("xqa", "flashinfer-fa2", "flashinfer-fa3")), (HALF_CHUNK, ("flashinfer-fa3", "flashinfer-fa2"))],
+    ids=["decode", "chunk"],
+)
+def test_gpu_kernels_answer_alike_on_a_shape(point: Point, names: tuple[str, ...]) -> None:
+    shape = Shape(point, Pool(CPU))
+    answers = {name: prepare(shape, name).answer for name in (*names, "reference")}
+    for name in names:
+        torch.testing.assert_close(answers[name], answers["reference"], atol=0.02, rtol=0.02, msg=name)
 
 
 # The loop
