@@ -43,7 +43,8 @@ class Found:
     """What was measured of a configuration, in rising order of batch size and KV length.
 
     A kernel that was far behind at the next smaller batch size and length is not measured again: the choice between
-    kernels is close to their crossing, and far from it a slow one takes most of the time.
+    kernels is close to their crossing, and far from it a slow one takes most of the time. The table then never names it
+    for that batch size to an engine that can meet that length.
 
     Attributes:
         configuration: what was measured.

@@ -1,6 +1,7 @@
 """Timing kernels: what a batch is made of, and the loop that measures, on a CPU with clocks that are told the time."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import contract
@@ -182,7 +183,7 @@ HALF_DECODE, HALF_CHUNK = decode_point(HALF, 3, 40), Point(Phase.PREFILL, HALF, 
 
 
 @pytest.fixture
-def pretended_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def pretended_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeDouble]:
     """FlashInfer's Python runs as on an H200, with doubles behind it; decodes read their page lists where graphs do."""
     made, listed = timed_batch.engine_of, Shape.batch
 
@@ -192,21 +193,45 @@ def pretended_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(timed_batch, "engine_of", engine)
     monkeypatch.setattr(Shape, "batch", lambda shape: contract.in_buffers(listed(shape)))
-    with contract.native(NativeDouble()), contract.sm90_xqa(XQADouble()), contract.fresh_workspaces():
-        yield
+    double = NativeDouble()
+    with contract.native(double), contract.sm90_xqa(XQADouble()), contract.fresh_workspaces():
+        yield double
 
 
-@pytest.mark.usefixtures("pretended_h200")
 @pytest.mark.parametrize(
     ("point", "names"),
     [(HALF_DECODE, ("xqa", "flashinfer-fa2", "flashinfer-fa3")), (HALF_CHUNK, ("flashinfer-fa3", "flashinfer-fa2"))],
     ids=["decode", "chunk"],
 )
-def test_gpu_kernels_answer_alike_on_a_shape(point: Point, names: tuple[str, ...]) -> None:
+def test_gpu_kernels_answer_alike_on_a_shape(
+    point: Point, names: tuple[str, ...], pretended_h200: NativeDouble
+) -> None:
     shape = Shape(point, Pool(CPU))
     answers = {name: prepare(shape, name).answer for name in (*names, "reference")}
     for name in names:
         torch.testing.assert_close(answers[name], answers["reference"], atol=0.02, rtol=0.02, msg=name)
+    assert {plan["uses_graph"] for plan in pretended_h200.plans} == {point is HALF_DECODE}
+    assert {run.module.backend for run in pretended_h200.runs} == {"fa2", "fa3"}
+
+
+def test_a_graph_holds_one_run_of_every_layer_and_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextmanager
+    def capture(graph: Graph) -> Iterator[None]:
+        log.append("capture")
+        yield
+        log.append("captured")
+
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.graph", capture)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: log.append("wait"))
+    timing._captured(lambda: log.append("run"))()
+    assert log == ["run", "wait", "capture", "run", "captured", "replay"]
 
 
 # The loop
