@@ -1,7 +1,9 @@
 """Measure the decode kernels that can serve a configuration on this GPU, for the table that the dispatch reads."""
 
 import argparse
+import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -10,25 +12,74 @@ import torch
 
 from vllm_attn_plugin.kernels import Phase, find_toolchain
 from vllm_attn_plugin.kernels.dispatch import KERNELS, preference
-from vllm_attn_plugin.kernels.timing import (
-    MOST_CACHE_BYTES,
-    Measured,
+from vllm_attn_plugin.kernels.timed_batch import (
+    CUDA,
+    Point,
+    Pool,
     Shape,
-    cache_bytes,
+    decode_point,
     dtype_named,
     engine_of,
+    gpu_name,
     layer_of,
-    measure,
+    most_cache_bytes,
 )
+from vllm_attn_plugin.kernels.timing import Clock, CudaClock, Measured, measure, prepare
 from vllm_attn_plugin.kernels.tuning import Configuration, Table, Timing, write_table
 from vllm_attn_plugin.settings import own_tables
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SEQ_LENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+# By what factor a kernel is behind the fastest where it is not worth measuring any more.
+HOPELESS = 2.0
 
 
 class TuneError(ValueError):
     """Nothing can be measured as asked; the message says what to change."""
+
+
+@dataclass
+class Found:
+    """What was measured of a configuration, in rising order of batch size and KV length.
+
+    A kernel that was far behind at the next smaller batch size and length is not measured again: the choice between
+    kernels is close to their crossing, and far from it a slow one takes most of the time. The table then never names it
+    for that batch size to an engine that can meet that length.
+
+    Attributes:
+        configuration: what was measured.
+        timings: a row a point, the times of the kernels that were measured there.
+        rows: a row a kernel and point, with spread and plan time, or the reason why it was passed over.
+    """
+
+    configuration: Configuration
+    timings: list[Timing] = field(default_factory=list)
+    rows: list[dict[str, object]] = field(default_factory=list)
+
+    def add(self, batch_size: int, seq_len: int, measured: dict[str, Measured], passed_over: list[str]) -> None:
+        """Take what was measured at a point."""
+        self.timings.append(Timing(batch_size, seq_len, {name: one.layer_us for name, one in measured.items()}))
+        place = {"batch_size": batch_size, "seq_len": seq_len}
+        self.rows += [{**place, "kernel": name, **asdict(one)} for name, one in measured.items()]
+        why = f"over {HOPELESS:g} times the fastest at the next smaller batch size and length"
+        self.rows += [{**place, "kernel": name, "passed_over": why} for name in passed_over]
+
+    def is_hopeless(self, name: str, batch_size: int, seq_len: int) -> bool:
+        """Whether a kernel was far behind at both neighbours of a point: the next smaller batch size and length.
+
+        A neighbour where it was passed over itself does not speak for it, nor alone against it.
+        """
+        before = [timing for timing in self.timings if timing.batch_size == batch_size and timing.seq_len < seq_len]
+        below = [timing for timing in self.timings if timing.seq_len == seq_len and timing.batch_size < batch_size]
+        if not before or not below:
+            return False
+        neighbours = [before[-1].microseconds, below[-1].microseconds]
+        factors = [times[name] / min(times.values()) for times in neighbours if name in times]
+        return bool(factors) and min(factors) > HOPELESS
+
+    def table(self, gpu: str, flashinfer: str) -> Table:
+        """The table that the dispatch reads."""
+        return Table(gpu, flashinfer, self.configuration, tuple(self.timings))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,12 +103,16 @@ def run(options: argparse.Namespace) -> int:
     """
     if not torch.cuda.is_available():
         raise TuneError("tune measures kernels on an NVIDIA GPU, and torch finds none; run it on a machine with one.")
+    clock, flashinfer = CudaClock(), find_toolchain().flashinfer_version or ""
     for configuration in configurations(options):
-        table, rows = tune(configuration, options.batch_sizes, options.seq_lens)
+        start = time.monotonic()
+        found = tune(configuration, options.batch_sizes, options.seq_lens, CUDA, clock, most_cache_bytes())
+        table = found.table(gpu_name(), flashinfer)
         header = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": version("torch"),
-            "measured": rows,
+            "seconds": round(time.monotonic() - start, 1),
+            "measured": found.rows,
         }
         path = write_table(table, options.output or own_tables(), header)
         print(f"{configuration}: {_in_words(table)}\nwritten to {path}", flush=True)
@@ -89,13 +144,14 @@ def _known_dtype(name: str) -> str:
     return name
 
 
-def kernels_for(configuration: Configuration) -> list[str]:
+def kernels_for(configuration: Configuration, device: torch.device) -> list[str]:
     """The kernels of this GPU's rule that can serve a configuration without waiting, best first.
 
     Raises:
         TuneError: there are fewer than two, so that nothing is to be chosen.
     """
-    layer, engine = layer_of(configuration), engine_of(configuration, max(BATCH_SIZES), max(SEQ_LENS))
+    largest = decode_point(configuration, max(BATCH_SIZES), max(SEQ_LENS))
+    layer, engine = layer_of(configuration), engine_of(largest, device)
     rule = dict.fromkeys(candidate.kernel for candidate in preference(Phase.DECODE, layer, engine))
     against = {kernel.name: kernel.reasons_against(Phase.DECODE, layer, engine) for kernel in rule}
     for kernel in rule:
@@ -112,36 +168,51 @@ def kernels_for(configuration: Configuration) -> list[str]:
 
 
 def tune(
-    configuration: Configuration, batch_sizes: list[int], seq_lens: list[int]
-) -> tuple[Table, list[dict[str, object]]]:
+    configuration: Configuration,
+    batch_sizes: list[int],
+    seq_lens: list[int],
+    device: torch.device,
+    clock: Clock,
+    most_bytes: int,
+) -> Found:
     """Measure a configuration over a grid.
 
-    Returns:
-        The table, and a row a kernel and point with spread and plan time too.
+    Args:
+        configuration: what to measure.
+        batch_sizes, seq_lens: the grid.
+        device: where the kernels run.
+        clock: what times them.
+        most_bytes: points whose cache takes more a layer are left out.
+
+    Raises:
+        TuneError: fewer than two kernels can serve, or no point fits.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]  # vLLM brings it
 
-    names = kernels_for(configuration)
-    points = [
-        (batch_size, seq_len)
-        for batch_size in batch_sizes
-        for seq_len in seq_lens
-        if cache_bytes(configuration, batch_size, seq_len) <= MOST_CACHE_BYTES
-    ]
-    timings, rows = [], []
-    for batch_size, seq_len in tqdm(points, desc=str(configuration), unit="shape", disable=None):
-        found = measure(Shape(configuration, batch_size, seq_len), names)
-        timings.append(Timing(batch_size, seq_len, {name: one.layer_us for name, one in found.items()}))
-        rows += [_row(batch_size, seq_len, name, one) for name, one in found.items()]
-        torch.cuda.empty_cache()
-    gpu = torch.cuda.get_device_name()
-    flashinfer = find_toolchain().flashinfer_version or ""
-    return Table(gpu, flashinfer, configuration, tuple(timings)), rows
+    names = kernels_for(configuration, device)
+    grid = [decode_point(configuration, batch, length) for batch in sorted(batch_sizes) for length in sorted(seq_lens)]
+    points = [point for point in grid if point.cache_bytes <= most_bytes]
+    if not points:
+        raise TuneError(
+            f"no shape of {configuration} fits: the smallest takes {grid[0].cache_bytes} bytes a layer, and "
+            f"{most_bytes} are to be had; give smaller --batch-sizes or --seq-lens."
+        )
+    pool, found = Pool(device), Found(configuration)
+    pool.reserve_for(points)
+    for point in tqdm(points, desc=str(configuration), unit="shape", disable=None):
+        able = [name for name in names if not found.is_hopeless(name, point.batch_size, point.seq_len)]
+        measured = time_point(point, able, pool, clock)
+        found.add(point.batch_size, point.seq_len, measured, passed_over=[name for name in names if name not in able])
+    return found
 
 
-def _row(batch_size: int, seq_len: int, name: str, one: Measured) -> dict[str, object]:
-    place = {"batch_size": batch_size, "seq_len": seq_len, "kernel": name}
-    return place | {"layer_us": one.layer_us, "spread_us": one.spread_us, "plan_us": one.plan_us}
+def time_point(point: Point, names: list[str], pool: Pool, clock: Clock) -> dict[str, Measured]:
+    """Time kernels on one shape; nothing of them is left afterwards but the pool."""
+    shape = Shape(point, pool)
+    measured = measure({name: prepare(shape, name) for name in names}, clock)
+    if pool.device.type == "cuda":
+        torch.cuda.empty_cache()  # the memory of their graphs
+    return measured
 
 
 def _in_words(table: Table) -> str:

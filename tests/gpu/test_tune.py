@@ -8,7 +8,7 @@ from paged_cases import make_layer
 
 from vllm_attn_plugin.__main__ import main
 from vllm_attn_plugin.kernels import Phase, Shelf, choose, find_toolchain
-from vllm_attn_plugin.kernels.timing import engine_of
+from vllm_attn_plugin.kernels.timed_batch import decode_point, engine_of
 from vllm_attn_plugin.kernels.tuning import Configuration
 
 
@@ -27,7 +27,7 @@ def test_tuned_table_is_what_the_dispatch_follows(tmp_path: Path) -> None:
     }
     assert all(0 < us < 1e5 for timing in table.timings for us in timing.microseconds.values())
     layer = make_layer(num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)
-    engine = replace(engine_of(configuration, 16, 2048), tables=shelf)
+    engine = replace(engine_of(decode_point(configuration, 16, 2048)), tables=shelf)
     choice = choose(Phase.DECODE, layer, engine)
     assert choice.reason == f"fastest in {table.source}"
     names = list(table.timings[0].microseconds)

@@ -247,10 +247,11 @@ def test_fp8_cache(kv_dtype: torch.dtype, phase: Phase, name: str, double: Nativ
 
 
 @pytest.mark.parametrize("name", ["decode", "one_token_prompt", "many_short"])
-def test_decode_that_a_graph_may_hold(name: str, double: NativeDouble) -> None:
+@pytest.mark.parametrize("kernel", [FA2Kernel, FA3Kernel])
+def test_decode_that_a_graph_may_hold(kernel: type[NativeKernel], name: str, double: NativeDouble) -> None:
     """It reads the batch's own buffers, whose addresses stay, and has a row for every request."""
     case = make_case(SPECS[name], make_layer(dtype=BF16))
-    step, calls = run(FA2Kernel, Phase.DECODE, case, double, graph=True)
+    step, calls = run(kernel, Phase.DECODE, case, double, graph=True)
     step.assert_right()
     assert f"{DECODE_CLASS}.run" in [call.function for call in calls]
 
@@ -271,9 +272,10 @@ def test_drafts_are_decoded_as_short_prefills(
 
 
 @pytest.mark.parametrize("padding", [1, 5])
-def test_padded_requests_of_a_graph(padding: int, double: NativeDouble) -> None:
+@pytest.mark.parametrize("kernel", [FA2Kernel, FA3Kernel])
+def test_padded_requests_of_a_graph(kernel: type[NativeKernel], padding: int, double: NativeDouble) -> None:
     case = make_case(SPECS["padded_rows"], make_layer(dtype=BF16))
-    step, calls = run(FA2Kernel, Phase.DECODE, case, double, graph=True, padding=2)
+    step, calls = run(kernel, Phase.DECODE, case, double, graph=True, padding=2)
     assert f"{DECODE_CLASS}.run" in [call.function for call in calls]
     exact, _ = step.expected()
     assert (step.out[:3].double() - exact).abs().max() < 0.01

@@ -1,11 +1,15 @@
 """The tune command: what it understands, and what it refuses before anything is measured."""
 
 import argparse
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from vllm_attn_plugin import tune
 from vllm_attn_plugin.__main__ import main
+from vllm_attn_plugin.kernels.timing import Runner
+from vllm_attn_plugin.kernels.tuning import Configuration, Timing
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -45,3 +49,94 @@ def test_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch, capsy
         capsys.readouterr().err
         == "error: tune measures kernels on an NVIDIA GPU, and torch finds none; run it on a machine with one.\n"
     )
+
+
+class ToldClock:
+    """Says how long a kernel takes on a shape."""
+
+    def __init__(self, times: Callable[[str, int, int], float]) -> None:
+        self.times = times
+
+    def replay_us(self, runner: Runner) -> float:
+        return self.times(*runner.replay())  # type: ignore[misc]
+
+    def plan_us(self, runner: Runner) -> float:
+        return 2.0
+
+
+CONFIGURATION = Configuration(4, 2, 64, 16, "bfloat16", "bfloat16", 1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tune.Found]:
+    """Tune two kernels that exist by name alone."""
+    monkeypatch.setattr(tune, "kernels_for", lambda *_: ["xqa", "flashinfer-fa2"])
+    monkeypatch.setattr(
+        tune,
+        "prepare",
+        lambda shape, name: Runner(
+            lambda: None, lambda: (name, shape.point.batch_size, shape.point.seq_len), shape.point.num_layers
+        ),
+    )
+
+    def run(
+        times: Callable[[str, int, int], float], batch_sizes: list[int], seq_lens: list[int], most: int = 1 << 30
+    ) -> tune.Found:
+        def replay_us(name: str, batch_size: int, seq_len: int) -> float:
+            return times(name, batch_size, seq_len) * tune.decode_point(CONFIGURATION, batch_size, seq_len).num_layers
+
+        return tune.tune(CONFIGURATION, batch_sizes, seq_lens, CPU, ToldClock(replay_us), most)
+
+    return run
+
+
+def test_table_keeps_what_was_measured_and_the_evidence_beside_it(tuned: Callable[..., tune.Found]) -> None:
+    found = tuned(lambda name, batch, length: batch + length / 100 + (name == "xqa"), [2, 1], [64, 16])
+    assert [(one.batch_size, one.seq_len) for one in found.timings] == [(1, 16), (1, 64), (2, 16), (2, 64)]
+    assert found.timings[1].microseconds == {"xqa": 2.64, "flashinfer-fa2": 1.64}
+    assert found.rows[0] == {
+        "batch_size": 1, "seq_len": 16, "kernel": "xqa", "layer_us": 2.16, "spread_us": 0.0, "plan_us": 2.0,
+    }  # fmt: skip
+    table = found.table("NVIDIA H200", "0.7.2")
+    assert table.fastest(("xqa", "flashinfer-fa2"), 64) == [(1, "flashinfer-fa2"), (2, "flashinfer-fa2")]
+
+
+def test_kernel_far_behind_at_both_neighbours_is_passed_over(tuned: Callable[..., tune.Found]) -> None:
+    def times(name: str, batch_size: int, seq_len: int) -> float:
+        return 1.0 if name == "flashinfer-fa2" else (3.0 if batch_size >= 2 and seq_len >= 32 else 1.5)
+
+    found = tuned(times, [1, 2, 4, 8], [16, 32, 64, 128])
+    left_out = {(one.batch_size, one.seq_len) for one in found.timings if "xqa" not in one.microseconds}
+    # The edge is measured, and so is what lies between two that were passed over: nothing measured speaks of it.
+    assert left_out == {(4, 64), (4, 128), (8, 64)}
+    reasons = [row["passed_over"] for row in found.rows if "passed_over" in row]
+    assert reasons == ["over 2 times the fastest at the next smaller batch size and length"] * 3
+
+
+def test_kernel_that_comes_back_at_a_neighbour_is_measured_again() -> None:
+    found = tune.Found(CONFIGURATION)
+    for place, microseconds in {
+        (1, 128): {"xqa": 3.0, "flashinfer-fa2": 1.0},
+        (1, 512): {"xqa": 1.9, "flashinfer-fa2": 1.0},
+        (2, 128): {"flashinfer-fa2": 1.0},
+        (4, 128): {"xqa": 9.0, "flashinfer-fa2": 1.0},
+        (4, 512): {"flashinfer-fa2": 1.0},
+    }.items():
+        found.timings.append(Timing(*place, microseconds))
+    assert not found.is_hopeless("xqa", 1, 1024), "no smaller batch size to compare with"
+    assert not found.is_hopeless("xqa", 2, 512), "less than twice the fastest at 1 x 512"
+    assert not found.is_hopeless("xqa", 8, 64), "no shorter length to compare with"
+    found.timings.append(Timing(8, 128, {"flashinfer-fa2": 1.0}))
+    assert not found.is_hopeless("xqa", 8, 512), "passed over at both: nothing that was measured speaks against it"
+    assert not found.is_hopeless("flashinfer-fa2", 8, 512)
+
+
+def test_points_that_do_not_fit_are_left_out_and_none_is_said(tuned: Callable[..., tune.Found]) -> None:
+    page = 16 * 2 * 2 * 64 * 2
+    found = tuned(lambda *_: 1.0, [1, 2], [16, 32], 3 * page)
+    assert [(one.batch_size, one.seq_len) for one in found.timings] == [(1, 16), (1, 32), (2, 16)]
+    with pytest.raises(
+        tune.TuneError, match=r"no shape of 4x2-.* fits: the smallest takes 16384 bytes a layer, and 100"
+    ):
+        tuned(lambda *_: 1.0, [1], [16], 100)
