@@ -31,8 +31,8 @@ def prompts(row: Row, seed: int, vocabulary: int) -> list[list[int]]:
 class Engine:
     """A started `LLM`, and the commands that it understands.
 
-    Args of the settings that start it: `launched_at` (Unix time), `llm` (arguments of `LLM()`), `sleeps` (whether it
-    is to be put to sleep as soon as it is ready).
+    Args of the settings that start it: `launched_at` (Unix time), `llm` (arguments of `LLM()`), `sleep_level` (0 stays
+    awake, 1 keeps its weights on the host while it sleeps, 2 makes up new ones; it is put to sleep when it is ready).
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -42,8 +42,9 @@ class Engine:
         self._counts_drafts = "speculative_config" in settings["llm"]
         ready_s = time.time() - settings["launched_at"]
         facts = self.llm.collective_rpc("bench_facts")[0]
-        if settings["sleeps"]:
-            self.llm.sleep(level=1)
+        self._sleep_level = settings["sleep_level"]
+        if self._sleep_level:
+            self.sleep()
         self.ready = {**facts, "ready_s": ready_s - facts["waited_s"], "cache_tokens": self._cache_tokens()}
 
     def _cache_tokens(self) -> int:
@@ -94,13 +95,15 @@ class Engine:
         return {}
 
     def sleep(self) -> dict[str, Any]:
-        """Leave the GPU's memory to others; the weights wait on the host."""
-        self.llm.sleep(level=1)
+        """Leave the GPU's memory to others."""
+        self.llm.sleep(level=self._sleep_level)
         return {}
 
     def wake_up(self) -> dict[str, Any]:
         """Take the memory back."""
         self.llm.wake_up()
+        if self._sleep_level == 2:
+            self.llm.collective_rpc("bench_make_up_weights")
         return {}
 
     def _draft_counts(self) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class EngineProcess:
     def __init__(self, name: str, settings: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         self.name, self.log = name, log
         self.ready: dict[str, Any] = {}
-        self._sleeps = bool(settings["sleeps"])
+        self._sleeps = bool(settings["sleep_level"])
         self._answers: queue.Queue[str] = queue.Queue()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as sink:

@@ -94,7 +94,7 @@ class GroupRun:
                 for name in names:
                     llm = settings | {"attention_backend": BACKENDS[name].selected} | BACKENDS[name].engine
                     log = options.logs / f"{str(self.group).replace(':', '-')}-{name}.log"
-                    asked = {"llm": llm, "sleeps": self.share == "asleep"}
+                    asked = {"llm": llm, "sleep_level": options.sleep_level if self.share == "asleep" else 0}
                     started.append(EngineProcess(name, asked, environment, log))
                     self.run.alive.add(started[-1])
                     if options.one_by_one:

@@ -74,6 +74,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--one-by-one", action="store_true", help="start engines one after the other: clean start times"
     )
+    parser.add_argument(
+        "--sleep-level", type=int, choices=(1, 2), default=1, help="2 makes up a shape's weights anew: no host memory"
+    )
     parser.add_argument("--gpus", default="0", help="a group on each of these at a time, such as 0,1")
     parser.add_argument("--logs", type=Path, default=Path("serve-logs"), help="a folder for the engines' logs")
     parser.add_argument("--output", type=Path, help="where to write; default ci/results/<machine>/serve.json")
@@ -127,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     wanted = chosen_rows(options)
     place = find_place(options, arguments, PROGRAM)
+    if options.sleep_level == 2 and place.has_weights:
+        raise UserError(f"--sleep-level 2 would lose the weights of {place.model.name}: leave it at 1.")
     record = Record(options.output or place.default_output, place.header)
     record.header |= {"rounds": options.rounds, "engines": {}, "geometric_means": {}}
     if options.resume:

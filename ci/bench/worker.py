@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 
 from ci.bench.host_times import HostTimes
@@ -11,6 +12,9 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
+
+# The bound of vLLM's own, which keeps the products of many layers in range.
+DUMMY_WEIGHT = 1e-3
 
 
 class BenchWorker(Worker):
@@ -35,6 +39,13 @@ class BenchWorker(Worker):
         """As vLLM's; then another engine may go on starting."""
         super().sleep(*args, **kwargs)
         self._start_turns.give_back()
+
+    def bench_make_up_weights(self) -> None:
+        """Fill the parameters as vLLM's dummy weights are, after a sleep that gave them up; the same each time."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        with torch.inference_mode():
+            for parameter in self.model_runner.get_model().parameters():
+                parameter.uniform_(-DUMMY_WEIGHT, DUMMY_WEIGHT, generator=generator)
 
     def bench_facts(self) -> dict[str, Any]:
         """What really serves, and how long this engine waited for others while it started."""

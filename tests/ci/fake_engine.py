@@ -21,7 +21,7 @@ if failing == "start":
     sys.exit(1)
 served_by = "TRITON_ATTN" if failing == "other" else backend
 say({"served_by": [served_by], "waited_s": 0.0, "ready_s": 1.0, "cache_tokens": 64})
-is_awake = not settings["sleeps"]
+is_awake = not settings["sleep_level"]
 for line in sys.stdin:
     command = json.loads(line)
     with Path(os.environ["FAKE_ENGINE_TURNS"]).open("a") as turns:

@@ -107,7 +107,7 @@ def test_a_candidate_that_fails_fails_the_run(tmp_path: Path, monkeypatch: pytes
 def test_an_answer_that_does_not_come_is_an_error(turns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del turns
     monkeypatch.setenv("FAKE_ENGINE", json.dumps({"CUSTOM": "hang"}))
-    engine = EngineProcess("CUSTOM", {"llm": {"attention_backend": "CUSTOM"}, "sleeps": False}, {}, tmp_path / "log")
+    engine = EngineProcess("CUSTOM", {"llm": {"attention_backend": "CUSTOM"}, "sleep_level": 0}, {}, tmp_path / "log")
     try:
         engine.wait_until_ready(30)
         with pytest.raises(EngineError, match="no answer to measure within 1 s"):
@@ -179,3 +179,9 @@ def test_result_of_another_machine_model_or_code_is_not_resumed(changed: str, tm
     Record(tmp_path / "serve.json", dict(header)).finish()
     assert Record(tmp_path / "serve.json", dict(header)).resume(dict, ("failed",))["date"] == "today"
     assert Record(tmp_path / "serve.json", {**header, changed: "other"}).resume(dict, ("failed",)) == {}
+
+
+@pytest.mark.usefixtures("turns")
+def test_weights_that_cannot_be_made_up_are_not_given_up(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--sleep-level 2 would lose the weights"):
+        run(tmp_path, "--rows", "2x8+4", "--sleep-level", "2")
