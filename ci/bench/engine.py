@@ -55,9 +55,8 @@ class Engine:
         """Seconds that the row took, all repeats."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=0, max_tokens=row.output_len, ignore_eos=True, detokenize=False, seed=seed
-        )
+        # No seed: greedy needs none, and a request with one gets a generator of its own.
+        sampling = SamplingParams(temperature=0, max_tokens=row.output_len, ignore_eos=True, detokenize=False)
         vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         seconds = 0.0
         for repeat in range(row.repeats):

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ci.bench.fleet import EngineError, EngineProcess
+from ci.bench.fleet import START_LIMIT_S, EngineError, EngineProcess
 from ci.bench.judge import Timings, geometric_means, judge
 from ci.bench.place import Place, engine_environment, engine_settings
 from ci.bench.rows import BACKENDS, Group, Row, loaders, turns
@@ -144,7 +144,7 @@ class GroupRun:
 
     def _warm_up(self, engine: EngineProcess) -> None:
         """Compile what is compiled at first use; then, where asked for, each row once with its host times taken."""
-        engine.ask("warm_up", rows=[str(row) for row in self.rows])
+        engine.ask("warm_up", START_LIMIT_S, rows=[str(row) for row in self.rows])
         if engine.name in self.run.options.host_times:
             for row in self.rows:
                 found = engine.ask("host_times", row=str(row), seed=0)["host"]
