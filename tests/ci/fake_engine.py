@@ -20,7 +20,9 @@ if failing == "start":
     say({"error": "Engine core initialization failed"})
     sys.exit(1)
 served_by = "TRITON_ATTN" if failing == "other" else backend
-say({"served_by": [served_by], "waited_s": 0.0, "ready_s": 1.0, "cache_tokens": 64})
+locks = os.environ.get("CI_BENCH_LOCKS", "")
+gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+say({"served_by": [served_by], "waited_s": 0.0, "ready_s": 1.0, "cache_tokens": 64, "gpu": gpu, "locks": locks})
 is_awake = not settings["sleep_level"]
 for line in sys.stdin:
     command = json.loads(line)

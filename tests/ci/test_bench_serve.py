@@ -64,6 +64,28 @@ def test_another_group_gets_engines_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "logs/auto-ngram3-CUSTOM.log").exists()
 
 
+@pytest.mark.usefixtures("turns")
+def test_groups_are_spread_over_gpus_and_long_rows_make_engines_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEVICE", "gpu")
+    size = ModelSize(14 << 30, 65536, 32, 8192)
+    here = place.Place(Machine("gpu", "NVIDIA H200", 2), 140 << 30, tmp_path, False, size, dict(HEADER))
+    monkeypatch.setattr(serve, "find_place", lambda *_: here)
+    words = ["--backends", "CUSTOM", "FLASH_ATTN", "--gpus", "0,1", "--rounds", "2", "--sleep-level", "2"]
+    status, found = run(tmp_path, "--rows", "256x2000+64", "2x8+4:fp8", "2x8+4:ngram3", *words)
+    assert status == 0
+    assert [row["row"] for row in found["rows"]] == ["256x2000+64", "2x8+4:fp8", "2x8+4:ngram3"]
+    engines = {group: some["CUSTOM"] for group, some in found["engines"].items()}
+    assert {group: one["share"] for group, one in engines.items()} == {
+        "auto": "asleep", "fp8": "awake", "auto:ngram3": "awake",
+    }  # fmt: skip
+    assert {one["gpu"] for one in engines.values()} == {"0", "1"}
+    assert all(some["FLASH_ATTN"]["gpu"] == some["CUSTOM"]["gpu"] for some in found["engines"].values())
+    assert engines["auto"]["locks"].endswith(":2")
+    assert engines["fp8"]["locks"] == ""
+
+
 @pytest.mark.parametrize("share", ["asleep", "alone"])
 def test_engines_sleep_between_turns_or_are_alone(share: str, turns: Path, tmp_path: Path) -> None:
     _, found = run(tmp_path, "--rows", "2x8+4", "--rounds", "2", "--host-times", "--share", share)
