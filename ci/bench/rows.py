@@ -9,7 +9,7 @@ from typing import Any
 from ci.console import GIB, UserError
 
 CANDIDATE = "CUSTOM"
-# vLLM's blocks are of 16, 32 or 64 tokens; a request is counted in the largest.
+# vLLM's blocks on a GPU are of 16, 32 or 64 tokens; a request is counted in the largest.
 TOKENS_PER_BLOCK = 64
 _ROW = re.compile(r"(\d+)x(\d+)\+(\d+)((?::(?:fp8|ngram\d+))*)")
 

@@ -128,9 +128,9 @@ def test_longest_row_of_a_gpu_fits_the_model() -> None:
 
 
 def test_drafts_are_captured_whole_and_counted() -> None:
-    row = parse_row("4x100+10:ngram3")
+    row = parse_row("28x100+10:ngram3")
     found = places.engine_settings(place("gpu"), row.group, [row], "awake")
-    assert found["compilation_config"] == {"cudagraph_capture_sizes": [4, 8, 16]}
+    assert found["compilation_config"] == {"cudagraph_capture_sizes": [4, 12, 28, 32, 56, 64, 96, 112]}
     assert found["speculative_config"]["num_speculative_tokens"] == 3
     assert found["disable_log_stats"] is False
 
