@@ -1,6 +1,7 @@
 """What ci.bench.serve measures: rows and their names, turns, memory, and the arguments of engines."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,40 @@ def test_a_shape_has_as_many_layers_as_asked_for(tmp_path: Path) -> None:
     deep, shallow = write_config("llama-3-8b", tmp_path / "deep", 32), write_config("llama-3-8b", tmp_path / "shallow")
     layers = [json.loads((folder / "config.json").read_text())["num_hidden_layers"] for folder in (deep, shallow)]
     assert layers == [32, LAYERS]
+
+
+def test_place_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(
+        '#!/bin/sh\ncase "$*" in\n-L) echo "GPU 0: NVIDIA H200" ;;\n*--id=1*memory.total*) echo 143771 ;;\n'
+        '*name,driver_version*) echo "NVIDIA H200, 580.1"; echo "NVIDIA H200, 580.1" ;;\n*) exit 1 ;;\nesac\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    options = serve.parse(["--gpus", "1,0", "--revision", "abc", "--layers", "16"])
+    assert options.device == "gpu"
+    found = places.find_place(options, ["--gpus", "1,0"], "ci.bench.serve")
+    assert found.gpu_bytes == H200
+    assert found.default_output == places.ROOT / "ci/results/nvidia-h200/serve.json"
+    assert found.size.layers == 16
+    assert not found.has_weights
+    assert json.loads((found.model / "config.json").read_text())["num_hidden_layers"] == 16
+    expected = {
+        "gpu": "NVIDIA H200", "gpus": 2, "driver": "580.1", "revision": "abc", "model": "llama-3-8b", "layers": 16,
+        "dtype": "bfloat16", "command": "python -m ci.bench.serve --gpus 1,0",
+    }  # fmt: skip
+    assert expected.items() <= found.header.items()
+
+
+def test_place_of_a_cpu_with_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEVICE", "cpu")
+    model = write_config("qwen3-8b", tmp_path / "mine")
+    options = serve.parse(["--model", str(model)])
+    found = places.find_place(options, [], "ci.bench.serve")
+    assert (found.kind, found.gpu_bytes, found.has_weights, found.model) == ("cpu", 0, True, model)
+    assert found.header["dtype"] == "float32"
+    assert found.default_output.parent.name.startswith("cpu-")
 
 
 def test_options_follow_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
