@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_attn_plugin import tune
+from vllm_attn_plugin import plot, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay.add_argument("--kernel", default="reference", help="hold this kernel against the reference; default none")
     replay.add_argument("--seed", type=int, default=0, help="of the queries, keys and values, which are random")
     tune.add_arguments(commands.add_parser("tune", help="measure the decode kernels on this GPU, for the dispatch"))
+    plot.add_arguments(commands.add_parser("plot", help="draw the charts of a benchmark's result file"))
     options = parser.parse_args(arguments)
 
     from vllm_attn_plugin.batch_file import BatchFileError
@@ -25,8 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "tune":
             return tune.run(options)
+        if options.command == "plot":
+            return plot.run(options)
         return replay_file(options.file, options.kernel, options.seed)
-    except (BatchFileError, ReplayError, tune.TuneError) as error:
+    except (BatchFileError, ReplayError, plot.PlotError, tune.TuneError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -48,16 +48,26 @@ class Record:
     finished: bool = False
     written: float = 0.0
 
-    def resume(self, row_type: Callable[..., Any]) -> None:
-        """Take over what passed in the file that is there, if it is of the same code on the same GPU and versions."""
+    def resume(self, row_type: Callable[..., Any], outcomes: Sequence[str] = ("passed",)) -> dict[str, Any]:
+        """Take over rows of the file that is there, if it is of the same code on the same machine and versions.
+
+        Args:
+            row_type: makes a row of its fields.
+            outcomes: those that are final; by default only what passed is not run again.
+
+        Returns:
+            The file that was taken over, or nothing.
+        """
         if not self.output.exists():
-            return
-        earlier = json.loads(self.output.read_text())
-        if any(earlier.get(name) != self.header[name] for name in ("gpu", "driver", "versions", "revision")):
-            return
+            return {}
+        earlier: dict[str, Any] = json.loads(self.output.read_text())
+        same = ("gpu", "driver", "machine", "model", "layers", "versions", "revision")
+        if any(earlier.get(name) != self.header.get(name) for name in same):
+            return {}
         run = {"date": earlier["date"], "command": earlier["command"]}
         self.header["earlier_runs"] = [*earlier.get("earlier_runs", []), run]
-        self.rows += [row_type(**row) for row in earlier["rows"] if row["outcome"] == "passed"]
+        self.rows += [row_type(**row) for row in earlier["rows"] if row["outcome"] in outcomes]
+        return earlier
 
     def add(self, row: Any) -> None:
         """Take a row; write the file if it was not written a moment ago."""

@@ -1,4 +1,4 @@
-"""Published architectures with few layers and no weights: real heads, windows, soft caps and sinks; quick to start."""
+"""Published architectures without weights: real heads, windows, soft caps and sinks; with few layers quick to start."""
 
 import json
 from pathlib import Path
@@ -64,9 +64,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_config(name: str, folder: Path) -> Path:
+def write_config(name: str, folder: Path, layers: int = LAYERS) -> Path:
     """Write a shape's `config.json` into `folder`, which then serves with `load_format="dummy"`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"num_hidden_layers": LAYERS, "torch_dtype": "bfloat16", **SHAPES[name]}
+    config = {"num_hidden_layers": layers, "torch_dtype": "bfloat16", **SHAPES[name]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -1,4 +1,4 @@
-"""Throughput of this plugin's backend against vLLM's own on a CPU: `python -m ci.bench`.
+"""Throughput of this plugin's backend against vLLM's own on a CPU, by vLLM's own benchmark: `python -m ci.bench`.
 
 Runs vLLM's own benchmark (`vllm bench throughput`) with each backend in turn, several rounds, so that whatever else
 the machine does falls on both alike; prints a table of medians and writes `ci/results/<machine>/throughput.json`.
@@ -19,10 +19,10 @@ from typing import Any
 from tabulate import tabulate  # type: ignore[import-untyped]
 
 from ci import models
-from ci.console import UserError, run_main, say, step
+from ci.console import UserError, say, step
 from ci.machine import Machine, provenance, this_machine
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CANDIDATE, BASELINE = "CUSTOM", "CPU_ATTN"
 # The least part of the baseline's throughput that the candidate is to reach.
 GOAL = 0.6
@@ -126,7 +126,3 @@ def main(arguments: list[str] | None = None) -> int:
     output.write_text(json.dumps(record(options, machine, rates, ratio), indent=1) + "\n")
     say(f"written to {output.name}")
     return 0 if ratio >= GOAL else 1
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,0 +1,1 @@
+"""Benchmarks, each beside vLLM's own backends."""
