@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from ci import bench_kernels, bench_kernels_measure
-from ci.bench_kernels import parse, restart, resume, run
-from ci.bench_kernels_grid import configuration
-from ci.bench_kernels_measure import Bench, DeviceLostError, read_bandwidth
-from ci.bench_kernels_peer import (
+from ci.bench import kernels as bench_kernels
+from ci.bench import kernels_measure
+from ci.bench.kernels import parse, restart, resume, run
+from ci.bench.kernels_grid import configuration
+from ci.bench.kernels_measure import Bench, DeviceLostError, read_bandwidth
+from ci.bench.kernels_peer import (
     FlashAttention3,
     OwnKernel,
 )
-from ci.bench_kernels_rows import PEER, Row, key_of, unmeasured_row
+from ci.bench.kernels_rows import PEER, Row, key_of, unmeasured_row
 from ci.console import UserError
 from ci.gpu.record import Record
 from ci.machine import Machine
@@ -146,7 +147,7 @@ def test_choice_is_the_dispatch_s_with_the_tables_that_ship(monkeypatch: pytest.
     def on_an_h200(point: Point, device: torch.device) -> EngineParams:
         return replace(engine_of(point, device), compute_capability=(9, 0), num_sms=132)
 
-    monkeypatch.setattr(bench_kernels_measure, "engine_of", on_an_h200)
+    monkeypatch.setattr(kernels_measure, "engine_of", on_an_h200)
     timings = tuple(
         Timing(batch, 1024, {"xqa": 9.0, "flashinfer-fa2": 9.0 if batch < 16 else 8.0}) for batch in (8, 16, 32)
     )
@@ -226,16 +227,16 @@ def test_lost_gpu_leaves_what_was_found_and_a_fresh_process_goes_on(
     monkeypatch.setattr("os.execv", lambda _, words: started.append(words))
     restart(["--grid", "full", "--resume"])
     assert started[0][1:] == [
-        "-m", "ci.bench_kernels", "--grid", "full", "--jobs=0", "--keep-failed", "--resume",
+        "-m", "ci.bench.kernels", "--grid", "full", "--jobs=0", "--keep-failed", "--resume",
     ]  # fmt: skip
     assert parse(started[0][3:]).keep_failed
 
 
 def test_failure_that_costs_the_gpu_ends_the_process_s_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = bench_kernels_measure._Turn(DECODE, "xqa", {})
-    monkeypatch.setattr(bench_kernels_measure, "device_is_lost", lambda: False)
+    turn = kernels_measure._Turn(DECODE, "xqa", {})
+    monkeypatch.setattr(kernels_measure, "device_is_lost", lambda: False)
     turn.fail("xqa", RuntimeError("out of memory"), torch.device("cuda"))
-    monkeypatch.setattr(bench_kernels_measure, "device_is_lost", lambda: True)
+    monkeypatch.setattr(kernels_measure, "device_is_lost", lambda: True)
     with pytest.raises(DeviceLostError, match=r"fa2 left the GPU unusable at decode 4x2.*misaligned") as caught:
         turn.fail("fa2", RuntimeError("misaligned address"), torch.device("cuda"))
     assert [row.kernel for row in caught.value.rows] == ["xqa", "fa2"]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ci.bench_kernels import contenders_of, parse, points_of
-from ci.bench_kernels_compile import compile_side_by_side, modules
-from ci.bench_kernels_grid import estimated_seconds, flops, grid
-from ci.bench_kernels_peer import (
+from ci.bench.kernels import contenders_of, parse, points_of
+from ci.bench.kernels_compile import compile_side_by_side, modules
+from ci.bench.kernels_grid import estimated_seconds, flops, grid
+from ci.bench.kernels_peer import (
     FlashAttention3,
     OwnKernel,
     call_arguments,
@@ -14,7 +14,7 @@ from ci.bench_kernels_peer import (
     scheduler_arguments,
     token_major,
 )
-from ci.bench_kernels_rows import PEER
+from ci.bench.kernels_rows import PEER
 from ci.console import UserError
 from vllm_attn_plugin.kernels import Phase
 from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, decode_point, engine_of, layer_of

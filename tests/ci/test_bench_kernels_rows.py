@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ci import bench_kernels
-from ci.bench_kernels_rows import PEER, Row, key_of, measured_row, regret, summary, summary_lines, unmeasured_row
+from ci.bench import kernels as bench_kernels
+from ci.bench.kernels_rows import PEER, Row, key_of, measured_row, regret, summary, summary_lines, unmeasured_row
 from ci.console import UserError
 from ci.gpu.record import Record
 from vllm_attn_plugin.kernels import Phase, Shelf

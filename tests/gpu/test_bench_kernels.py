@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ci import bench_kernels
+from ci.bench import kernels as bench_kernels
 
 POINTS = r"32x8-d128-p16-.* (16x2048|1x512 of 8704)$"
 

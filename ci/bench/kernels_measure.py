@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ci.bench_kernels_peer import Contender
-from ci.bench_kernels_rows import Row, measured_row, unmeasured_row
+from ci.bench.kernels_peer import Contender
+from ci.bench.kernels_rows import Row, measured_row, unmeasured_row
 from vllm_attn_plugin.kernels import EngineParams, NoKernelError, Phase, Shelf, choose
 from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, engine_of, layer_of
 from vllm_attn_plugin.kernels.timing import Clock, Measured, MeasureError, Runner, device_is_lost, measure

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from ci.bench_kernels_peer import Contender, OwnKernel
+from ci.bench.kernels_peer import Contender, OwnKernel
 from vllm_attn_plugin.kernels import Phase
 from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, engine_of, layer_of
 from vllm_attn_plugin.kernels.timing import prepare

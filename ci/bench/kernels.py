@@ -1,4 +1,4 @@
-"""Attention kernels against each other and against the GPU's read bandwidth: `python -m ci.bench_kernels`.
+"""Attention kernels against each other and against the GPU's read bandwidth: `python -m ci.bench.kernels`.
 
 Decode: xqa, flashinfer-fa2, flashinfer-fa3 and FlashAttention 3 as vLLM's own backend calls it. Prefill: FlashInfer's
 fa3 and fa2 and the same peer. Each is planned and run as in an engine, over shuffled pages; several layers lie in a
@@ -26,12 +26,12 @@ from typing import NoReturn
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from ci.bench_kernels_compile import compile_side_by_side, progress_seconds
-from ci.bench_kernels_grid import GRIDS, estimated_seconds, grid
-from ci.bench_kernels_measure import Bench, DeviceLostError, read_bandwidth
-from ci.bench_kernels_peer import Contender, FlashAttention3, OwnKernel
-from ci.bench_kernels_rows import PEER, Row, by_point, key_of, summary, summary_lines
-from ci.bench_kernels_tables import rechoose, write_tables
+from ci.bench.kernels_compile import compile_side_by_side, progress_seconds
+from ci.bench.kernels_grid import GRIDS, estimated_seconds, grid
+from ci.bench.kernels_measure import Bench, DeviceLostError, read_bandwidth
+from ci.bench.kernels_peer import Contender, FlashAttention3, OwnKernel
+from ci.bench.kernels_rows import PEER, Row, by_point, key_of, summary, summary_lines
+from ci.bench.kernels_tables import rechoose, write_tables
 from ci.console import UserError, run_main, say
 from ci.gpu.record import Record, header
 from ci.machine import this_machine
@@ -39,8 +39,8 @@ from vllm_attn_plugin.kernels import SHIPPED, Phase, Shelf, find_toolchain
 from vllm_attn_plugin.kernels.timed_batch import CUDA, Point, Pool, gpu_name, most_cache_bytes, num_sms
 from vllm_attn_plugin.kernels.timing import CudaClock
 
-ROOT = Path(__file__).resolve().parents[1]
-PROGRAM = "ci.bench_kernels"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "ci.bench.kernels"
 NAMES = {
     Phase.DECODE: ("xqa", "flashinfer-fa2", "flashinfer-fa3", PEER),
     Phase.PREFILL: ("flashinfer-fa3", "flashinfer-fa2", PEER),

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ci.bench_kernels_grid import configuration
-from ci.bench_kernels_measure import CPU, choose_for
-from ci.bench_kernels_rows import PEER, Row, by_point, summary
+from ci.bench.kernels_grid import configuration
+from ci.bench.kernels_measure import CPU, choose_for
+from ci.bench.kernels_rows import PEER, Row, by_point, summary
 from ci.console import UserError
 from vllm_attn_plugin.kernels import Phase, Shelf
 from vllm_attn_plugin.kernels.timed_batch import Point, engine_of
