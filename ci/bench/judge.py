@@ -18,7 +18,7 @@ class Timings:
 
     Attributes:
         output_tokens_per_s: of each round, in order.
-        accepted_per_draft: drafts' tokens that were accepted, of each round; empty without drafts.
+        accepted_per_draft: tokens of a draft that were accepted, of each round that had drafts.
         host: mean and 99th percentile in microseconds and the number of calls, of `build`, `forward` and
             `do_kv_cache_update` in a round that is not timed; empty where that was not asked for.
         error: why there are no more rounds.
