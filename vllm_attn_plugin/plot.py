@@ -52,9 +52,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text())
     except OSError as error:
-        raise PlotError(f"{file} cannot be read ({error.strerror}): name a result file.") from error
+        raise PlotError(f"{file} cannot be read ({error.strerror}): give a result file.") from error
     except ValueError as error:
-        raise PlotError(f"{file} is no JSON ({error}): name a result file.") from error
+        raise PlotError(f"{file} is no JSON ({error}): give a result file.") from error
     if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
         raise PlotError(f"{file} has no list `rows`: name a result file of ci.bench.serve or ci.bench.kernels.")
     return document
@@ -77,9 +77,10 @@ def figures_of(document: dict[str, Any], file: Path) -> "dict[str, Figure]":
         if any(field in row for row in document["rows"]):
             if figures := draw(document):
                 return figures
-            raise PlotError(f"{file} holds no measured row yet: let the benchmark finish.")
+            raise PlotError(f"{file} holds no measured row yet: give one of a benchmark that has finished.")
     raise PlotError(
-        f"the rows of {file} have none of the fields {', '.join(kinds)}, so that no chart is known for them."
+        f"the rows of {file} have none of the fields {', '.join(kinds)}, so that no chart is known: give a result of "
+        "ci.bench."
     )
 
 

@@ -15,6 +15,7 @@ import shlex
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,9 @@ def soak(options: argparse.Namespace, seed: int) -> Outcome:
     with running(command, serve.vllm_environment("cpu"), log) as server:
         say(f"==> Starting vLLM with {folder.name}; its log is {log}")
         server.wait_until_healthy(url, START_SECONDS)
-        client = Client(url, serve.served_name(options.model))
         try:
-            outcome = ask(client, server, folder, options, seed)
+            with closing(Client(url, serve.served_name(options.model))) as client:
+                outcome = ask(client, server, folder, options, seed)
         except RequestError as error:
             if server.died_within(DEATH_SECONDS):
                 raise server.death() from error

@@ -119,6 +119,14 @@ class Client:
                 return Serving(turn, tuple(tokens), left=True)
         return Serving(turn, tuple(tokens), left=False)
 
+    async def leave(self) -> None:
+        """Close the connections of `serve`, in the event loop that opened them."""
+        await self._streaming.close()
+
+    def close(self) -> None:
+        """Close the connection of `ask_alone`."""
+        self._alone.close()
+
     def counters(self) -> dict[str, float]:
         """The server's own counts, by our names."""
         try:

@@ -104,7 +104,10 @@ async def _run(client: Client, pool: Sequence[Request], turns: Iterator[Turn], p
     clients = (
         _keep_sending(client, number, pool, turns, load, start + seconds, start) for number in range(MOST_CLIENTS)
     )
-    await asyncio.gather(_keep_sampling(pid, load, seconds), *clients)
+    try:
+        await asyncio.gather(_keep_sampling(pid, load, seconds), *clients)
+    finally:
+        await client.leave()
     load.seconds = time.monotonic() - start
     return load
 

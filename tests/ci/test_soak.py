@@ -122,6 +122,11 @@ class FakeClient:
         self.together = self.most_together = 0
         self.fails_at = fails_at
 
+    has_left = False
+
+    async def leave(self):
+        self.has_left = True
+
     async def serve(self, turn, request):
         self.asked += 1
         if self.fails_at is not None and self.asked >= self.fails_at:
@@ -141,6 +146,7 @@ def test_load_keeps_clients_busy_and_reads_memory():
     found = load.run_load(client, REQUESTS, pool.turns(REQUESTS, 1), os.getpid(), 1)
     assert found.failures == []
     assert len(found.servings) == client.asked > 100
+    assert client.has_left
     assert client.most_together == load.FEWEST_CLIENTS
     assert 12 <= len(found.samples) <= 41
     assert all(sample[load.PARENT] > MIB for sample in found.samples)
@@ -150,6 +156,7 @@ def test_failed_request_ends_the_load():
     client = FakeClient(fails_at=20)
     found = load.run_load(client, REQUESTS, pool.turns(REQUESTS, 1), os.getpid(), 60)
     assert found.seconds < 10
+    assert client.has_left
     assert "request 0 (short) failed: connection lost" in found.failures
     assert len(found.servings) >= 12
 
