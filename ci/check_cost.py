@@ -23,8 +23,7 @@ from tabulate import tabulate  # type: ignore[import-untyped]
 from ci import models
 from ci.console import UserError, run_main, say, step
 from ci.gpu.record import header
-from ci.machine import provenance, this_machine
-from ci.venv import ROOT
+from ci.machine import keep, provenance, this_machine
 
 PROGRAM = "python -m ci.check_cost"
 MODES = {"off": "0", "on": "1"}
@@ -120,8 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(tabulate(rows, headers=["check mode", "tokens/s (median)", "least", "most"], floatfmt=".1f"))
     print(f"With check mode on an engine reaches {ratio:.2f} of its throughput.")
     machine = this_machine(options.device)
-    output = options.output or ROOT / "ci/results" / machine.label / "check_cost.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
     is_gpu = machine.kind == "gpu"
     found = {
         **(header(machine, "ci.check_cost", given, options.revision) if is_gpu else provenance(machine, PROGRAM)),
@@ -132,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tokens_per_second": rates,
         "ratio_of_medians": ratio,
     }
-    output.write_text(json.dumps(found, indent=1) + "\n")
+    output = keep(found, options.output, machine, "check_cost.json")
     say(f"written to {output.name}")
     return 0
 

@@ -9,7 +9,6 @@ ci/results.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -28,7 +27,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from ci.console import UserError, run_main, say
 from ci.contract_deletions import apply, copy_package
 from ci.deletions import Deletion
-from ci.machine import provenance, this_machine
+from ci.machine import keep, provenance, this_machine
 from ci.venv import ROOT
 
 SUPPORT = ROOT / "tests/support"
@@ -152,23 +151,17 @@ def find_faults(seed: int) -> list[dict[str, Any]]:
         return [find_fault(fault, untouched, seed) for fault in FAULTS]
 
 
-def keep(options: argparse.Namespace, name: str, command: str, summary: dict[str, Any]) -> None:
-    """Write the summary with what it was made on."""
-    machine = this_machine("cpu")
-    output = options.output or ROOT / "ci/results" / machine.label / name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(provenance(machine, command) | summary, indent=1) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, or find the faults; status 0 if no draw failed, or if every fault was found."""
     options = parse(arguments)
+    machine = this_machine("cpu")
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     if options.faults:
         rows = find_faults(seed)
         print(tabulate([[row["fault"], row["found_at_draw"]] for row in rows], headers=["fault", "found at draw"]))
         summary = {"most_draws": FAULT_EXAMPLES, "rows": rows}
-        keep(options, "fuzz_faults.json", f"python -m ci.fuzz --faults --seed {seed}", summary)
+        made = provenance(machine, f"python -m ci.fuzz --faults --seed {seed}")
+        keep(made | summary, options.output, machine, "fuzz_faults.json")
         return 0 if all(row["found_at_draw"] for row in rows) else 1
     command = f"python -m ci.fuzz --examples {options.examples} --seed {seed}"
     print(f"seed {seed}; to repeat: {command}")
@@ -176,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawn = draw(options.examples, seed)
     seconds = round(time.monotonic() - start)
     print(f"{drawn} steps drawn in {seconds} s, none failed")
-    keep(options, "fuzz.json", command, {"drawn": drawn, "seconds": seconds, "failed": 0})
+    summary = {"drawn": drawn, "seconds": seconds, "failed": 0}
+    keep(provenance(machine, command) | summary, options.output, machine, "fuzz.json")
     return 0
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+
+from ci.venv import ROOT
 
 PACKAGES = {"vllm": "vllm", "torch": "torch", "lm_eval": "lm_eval", "plugin": "vllm-attn-plugin"}
 GPU_PACKAGES = {"flashinfer": "flashinfer-python", "triton": "triton"}
@@ -61,6 +65,14 @@ def provenance(machine: Machine, command: str) -> dict[str, Any]:
         "versions": versions(machine.kind),
         "command": command,
     }
+
+
+def keep(document: dict[str, Any], output: Path | None, machine: Machine, name: str) -> Path:
+    """Write a result where it was asked for, or to `ci/results/<machine>/<name>`; where that is."""
+    path = output or ROOT / "ci/results" / machine.label / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
 
 
 def _version(distribution: str) -> str | None:

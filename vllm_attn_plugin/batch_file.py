@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from os import getpid
 from pathlib import Path
@@ -100,11 +100,6 @@ def read(path: Path) -> BatchRecord:
         raise BatchFileError(
             f"{path} is an incomplete batch file ({error!r}); give one as check mode wrote it."
         ) from error
-
-
-def with_slots(step: Step, slot_mapping: torch.Tensor) -> Step:
-    """The step with the slots that one layer was given."""
-    return replace(step, slot_mapping=slot_mapping)
 
 
 def _used_columns(step: Step) -> int:

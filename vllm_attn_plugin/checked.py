@@ -8,6 +8,7 @@ graph is captured, and a replay runs no Python: what graphs read is checked when
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -141,9 +142,8 @@ class CheckedImpl(AttnPluginImpl):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: AttnPluginMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *outputs: Any,
+        **named: Any,
     ) -> torch.Tensor:
         """See `AttnPluginImpl.forward`.
 
@@ -156,9 +156,7 @@ class CheckedImpl(AttnPluginImpl):
             found = _find_bad_scale(layer, kv_cache) or _find_dirty(kernels)
             if found:
                 _fail([layer.layer_name], found, _RECORDS.get(layer.layer_name))
-        return super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-        )
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, *outputs, **named)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -202,7 +200,7 @@ def _fail(
     others = f" and {len(layers) - 1} more of its KV-cache group" if len(layers) > 1 else ""
     message = f"vllm-attn-plugin stopped before a launch: layer {layers[0]}{others}, {found}."
     if record is not None:
-        step = record.step if slot_mapping is None else batch_file.with_slots(record.step, slot_mapping)
-        path = batch_file.write(BatchRecord(message, step, record.layers, record.kernels, record.max_decode_q_len))
+        step = record.step if slot_mapping is None else replace(record.step, slot_mapping=slot_mapping)
+        path = batch_file.write(replace(record, violation=message, step=step))
         message += f" Run this step again with: python -m vllm_attn_plugin replay {path}"
     raise CheckError(message) from cause

@@ -20,7 +20,7 @@ from tabulate import tabulate  # type: ignore[import-untyped]
 
 from ci import models
 from ci.console import UserError, say, step
-from ci.machine import Machine, provenance, this_machine
+from ci.machine import Machine, keep, provenance, this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 CANDIDATE, BASELINE = "CUSTOM", "CPU_ATTN"
@@ -121,8 +121,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(tabulate(rows, headers=["backend", "tokens/s (median)", "least", "most"], floatfmt=".1f"))
     print(f"{CANDIDATE} reaches {ratio:.2f} of {BASELINE} (goal {GOAL}).")
     machine = this_machine("cpu")
-    output = options.output or ROOT / "ci/results" / machine.label / "throughput.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record(options, machine, rates, ratio), indent=1) + "\n")
+    output = keep(record(options, machine, rates, ratio), options.output, machine, "throughput.json")
     say(f"written to {output.name}")
     return 0 if ratio >= GOAL else 1

@@ -9,7 +9,6 @@ Keeps a summary in `ci/results/<machine>/soak.json`.
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import shlex
 import socket
@@ -25,13 +24,12 @@ from tabulate import tabulate  # type: ignore[import-untyped]
 from ci import models, serve
 from ci.console import UserError, run_main, say, step
 from ci.device import detect_device
-from ci.machine import provenance, this_machine
+from ci.machine import keep, provenance, this_machine
 from ci.server import Server, running
 from ci.soak.client import Client, RequestError, Serving
 from ci.soak.load import FEWEST_CLIENTS, MOST_CLIENTS, drained, run_load
 from ci.soak.pool import Request, Turn, fill_pool, step_sizes, turns
 from ci.soak.verdict import MOST_GROWTH, Counts, Memory, count, differences, error_lines, memory_of
-from ci.venv import ROOT
 
 START_SECONDS = 900
 # A server whose engine crashed fails its requests first and stops a moment later.
@@ -233,9 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcome = soak(options, seed)
     report(outcome)
     summary = record(options, command, seed, outcome)
-    output = options.output or ROOT / "ci/results" / this_machine("cpu").label / "soak.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(summary, indent=1) + "\n")
+    output = keep(summary, options.output, this_machine("cpu"), "soak.json")
     say(f"written to {output.name}")
     return 1 if outcome.reasons else 0
 
