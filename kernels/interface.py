@@ -106,6 +106,7 @@ class KernelInputs:
 
     Attributes:
         k_scale, v_scale: dequantization factors of an fp8 or NVFP4 cache; 1 otherwise.
+        v_scale_on_device: `v_scale` as float32 of one element, for kernels that read it there; None where it is 1.
         sinks: float32 `[num_qo_heads]`, or None.
         alibi_slopes: float32 `[num_qo_heads]`, or None.
         q_scale: dequantization factor of an fp8 query; 1 otherwise.
@@ -118,6 +119,7 @@ class KernelInputs:
 
     k_scale: float = 1.0
     v_scale: float = 1.0
+    v_scale_on_device: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     q_scale: float = 1.0

@@ -85,9 +85,9 @@ def test_kernels_are_picked_by_name() -> None:
     found = contenders_of(parse(["--kernels", "xqa", PEER]))
     assert {str(phase): list(some) for phase, some in found.items()} == {"decode": ["xqa", PEER], "prefill": [PEER]}
     everything = contenders_of(parse([]))
-    assert list(everything[Phase.DECODE]) == ["xqa", "flashinfer-fa2", "flashinfer-fa3", PEER]
-    assert list(everything[Phase.PREFILL]) == ["flashinfer-fa3", "flashinfer-fa2", PEER]
-    with pytest.raises(UserError, match="--kernels fa4: the kernels are flashinfer-fa2, flashinfer-fa3, vllm-fa3, xqa"):
+    assert list(everything[Phase.DECODE]) == ["xqa", "vllm-fa3", "flashinfer-fa2", PEER]
+    assert list(everything[Phase.PREFILL]) == ["vllm-fa3", "flashinfer-fa3", "flashinfer-fa2", PEER]
+    with pytest.raises(UserError, match="--kernels fa4: the kernels are FLASH_ATTN, flashinfer-fa2, flashinfer-fa3, vllm-fa3, xqa"):
         contenders_of(parse(["--kernels", "xqa", "fa4"]))
 
 

@@ -50,6 +50,10 @@ class LayerDouble:
     _v_scale_float: float = 1.0
     layer_name: str = "layer"
 
+    @property
+    def _v_scale(self) -> torch.Tensor:
+        return torch.tensor([self._v_scale_float])
+
 
 def make_impl(case: PagedCase, **changes: Any) -> AttnPluginImpl:
     """The impl of a case's layer, from what vLLM would pass: its window counts the query itself."""
