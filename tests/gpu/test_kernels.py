@@ -116,7 +116,9 @@ def all_asks() -> list[Ask]:
     asks += [Ask("xqa", "spec_decode_ragged"), Ask("xqa", "spec_decode_4", kv_dtype=E4M3)]
     asks += [Ask("xqa", "spec_decode_4", head_dim=256, group=6, num_kv_heads=4)]  # 24/4 heads
     asks += [Ask("xqa", spec, options={"sinks": True, "window_left": w}) for spec in DECODES[:2] for w in (-1, 127)]
-    asks += [Ask("vllm-fa3", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows")]
+    asks += [
+        Ask("vllm-fa3", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows")
+    ]
     asks += [
         Ask("vllm-fa3", spec, head_dim=64, options={"sinks": True, "window_left": w})
         for spec in ("decode", "mixed", "long_chunked_prefill")
