@@ -106,6 +106,7 @@ class KernelInputs:
 
     Attributes:
         k_scale, v_scale: dequantization factors of an fp8 or NVFP4 cache; 1 otherwise.
+        v_scale_on_device: `v_scale` as float32 of one element, for kernels that read it there; None where it is 1.
         sinks: float32 `[num_qo_heads]`, or None.
         alibi_slopes: float32 `[num_qo_heads]`, or None.
         q_scale: dequantization factor of an fp8 query; 1 otherwise.
@@ -118,6 +119,7 @@ class KernelInputs:
 
     k_scale: float = 1.0
     v_scale: float = 1.0
+    v_scale_on_device: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     q_scale: float = 1.0
@@ -141,11 +143,13 @@ class AttentionKernel(ABC):
         name: what settings and logs call it.
         graph_support: which decode batches it can serve from a full CUDA graph.
         reads_page_lists: whether its plan reads the page lists on the device; where none does they are not made.
+        serves_mixed: whether a step's decodes may go with its prefills in one call, as prefills.
     """
 
     name: ClassVar[str]
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
     reads_page_lists: ClassVar[bool] = True
+    serves_mixed: ClassVar[bool] = False
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         self.phase = phase
@@ -172,6 +176,14 @@ class AttentionKernel(ABC):
     @abstractmethod
     def plan(self, batch: PagedBatch) -> Any:
         """Prepare one step on the host; the plan is good for every layer with this kernel's parameters."""
+
+    def renewed(self, plan: Any) -> Any:
+        """The plan for a step that differs from the plan's own in nothing but the KV lengths.
+
+        None, as here, where it must be planned anew. The lengths are within the engine's limit and the block table's.
+        """
+        del plan
+        return None
 
     @abstractmethod
     def run(

@@ -1,4 +1,4 @@
-"""What it takes to have a FlashInfer kernel's code on this machine: the package, then a compiler or prebuilt modules.
+"""What it takes to have a kernel's code on this machine: its package; for FlashInfer's a compiler or prebuilt modules.
 
 FlashInfer ships its kernels as sources and compiles each at first use, with nvcc and ninja; its companion package
 flashinfer-jit-cache holds the common ones compiled. What it compiled itself in an earlier run does not count here: it
@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 # The first FlashInfer whose calls take all that ours pass; older ones stop with a TypeError in the first step.
 OLDEST_FLASHINFER = (0, 7, 2)
 # Where FlashInfer looks last for the CUDA toolkit.
@@ -32,7 +34,7 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Where FlashInfer's kernels get their code from. The default can compile anything.
+    """Where kernels get their code from. The default can compile anything.
 
     Attributes:
         has_flashinfer: whether the package is installed.
@@ -40,6 +42,7 @@ class Toolchain:
         obstacle: what keeps it from compiling; None where nothing does.
         has_cubins: whether TRT-LLM-gen's kernels, which come as binaries of their own, are here or can be fetched.
         prebuilt_folders: where it finds modules that are compiled, each in a folder of its own name.
+        flash_attention3_problem: why FlashAttention 3 cannot be had, readable; None where it can.
     """
 
     has_flashinfer: bool = True
@@ -47,6 +50,7 @@ class Toolchain:
     obstacle: Obstacle | None = None
     has_cubins: bool = True
     prebuilt_folders: tuple[Path, ...] = ()
+    flash_attention3_problem: str | None = None
 
     def reasons_against(self, modules: tuple[tuple[str, ...], ...]) -> list[str]:
         """Why the code of a kernel cannot be had: one readable reason, or none.
@@ -107,7 +111,18 @@ def find_toolchain() -> Toolchain:
         flashinfer_version=_installed_version() if has_flashinfer else None,
         obstacle=obstacle,
         prebuilt_folders=_prebuilt_folders() if has_flashinfer and obstacle else (),
+        flash_attention3_problem=_flash_attention3_problem() if torch.cuda.is_available() else None,
     )
+
+
+def _flash_attention3_problem() -> str | None:
+    """What vLLM's package of FlashAttention says against its third version, which it ships compiled."""
+    try:
+        from vllm.vllm_flash_attn import fa_version_unsupported_reason
+    except ImportError as error:
+        return f"vLLM's FlashAttention cannot be imported ({error}), install a vLLM built for CUDA"
+    problem = fa_version_unsupported_reason(3)
+    return None if problem is None else f"vLLM's FlashAttention 3 cannot run here ({problem})"
 
 
 def _installed_version() -> str | None:

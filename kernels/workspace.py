@@ -11,9 +11,9 @@ Two buffers a device, never shared, because their rules differ:
              FlashInfer's own kernels. They leave it dirty: a TRT-LLM-gen or XQA call that took it for counters would
              wait on garbage (vLLM issue 25520).
 
-And two smaller ones: `multi_ctas_counters`, TRT-LLM-gen's own counters (FlashInfer 0.7 takes them as a tensor of
-their own), under the same zero rule; and `fp8_output`, where a kernel that writes fp8 alone leaves a result that the
-engine wants in another dtype.
+And three smaller ones: `multi_ctas_counters`, TRT-LLM-gen's own counters (FlashInfer 0.7 takes them as a tensor of
+their own), under the same zero rule; `fp8_output`, where a kernel that writes fp8 alone leaves a result that the engine
+wants in another dtype; and `fp8_query`, where a query is quantized for a kernel that wants it so.
 """
 
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ class Workspaces:
     native: torch.Tensor | None = None
     multi_ctas_counters: torch.Tensor | None = None
     fp8_output: torch.Tensor | None = None
+    fp8_query: torch.Tensor | None = None
 
     def summary(self) -> str:
         """Every buffer with its size, for the log; empty where there is none."""
@@ -61,6 +62,7 @@ class Workspaces:
             "FlashInfer": self.native,
             "TRT-LLM-gen counters": self.multi_ctas_counters,
             "fp8 output": self.fp8_output,
+            "fp8 query": self.fp8_query,
         }
         sizes = [f"{name} {buffer.numel() / MIB:.0f} MiB" for name, buffer in buffers.items() if buffer is not None]
         return ", ".join(sizes)
@@ -84,6 +86,11 @@ class Workspaces:
         """A result of `num_bytes` fp8 numbers on its way to another dtype, `uint8 [num_bytes or more]`."""
         self.fp8_output = self._reserve("fp8 output", self.fp8_output, num_bytes)
         return self.fp8_output
+
+    def reserve_fp8_query(self, num_bytes: int) -> torch.Tensor:
+        """A query of `num_bytes` fp8 numbers, `uint8 [num_bytes or more]`."""
+        self.fp8_query = self._reserve("fp8 query", self.fp8_query, num_bytes)
+        return self.fp8_query
 
     def _reserve(self, name: str, buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor:
         if buffer is not None and buffer.numel() >= num_bytes:

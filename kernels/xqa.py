@@ -18,7 +18,7 @@ from vllm_attn_plugin.kernels.interface import (
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, trtllm_bytes, workspaces
 from vllm_attn_plugin.metadata import PagedBatch
-from vllm_attn_plugin.metadata.indptr import IntArray
+from vllm_attn_plugin.metadata.indptr import IntArray, lengths_of
 
 CAPABILITIES = ((9, 0), (12, 0), (12, 1))
 PAGE_SIZES = (16, 32, 64, 128)
@@ -99,7 +99,7 @@ class XQAKernel(AttentionKernel):
 
     def plan(self, batch: PagedBatch) -> XQAPlan:
         """See `AttentionKernel.plan`."""
-        q_lens = np.diff(batch.qo_indptr_cpu.numpy())  # not torch's: half the time, and every step pays it
+        q_lens = lengths_of(batch.qo_indptr_cpu.numpy())
         q_len = max(batch.max_q_len, 1)
         num_requests = _uniform_requests(q_lens, q_len, batch.num_rows)
         is_uniform = num_requests is not None
@@ -118,6 +118,10 @@ class XQAKernel(AttentionKernel):
             mask=mask,
             q_cu_seq_lens=None if is_uniform else trtllm_api.dense_int32("qo_indptr", batch.qo_indptr),
         )
+
+    def renewed(self, plan: Any) -> Any:
+        """See `AttentionKernel.renewed`: it reads the lengths on the device."""
+        return plan
 
     def run(
         self,

@@ -34,6 +34,7 @@ FP8_CACHE_DTYPES = {
 CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES, "nvfp4": NVFP4}
 
 DEFAULT_PAGE_SIZE = 16  # where none was asked for: one that every kernel reads
+SM90_PAGE_SIZE = 64
 TRTLLM_GEN_MAJOR = 10  # compute capability 10.x, whose kernels read head-major pages alone
 
 # Kernels take the content of a page by stride, so the order of the layers, pages, heads and tokens is free. First is
@@ -157,6 +158,15 @@ class AttnPluginBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
         """Tokens a kernel page may have; a larger block is split where the sizes are listed one by one."""
         return [16, 32, 64] if current_platform.is_cuda() else [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """The block size where the user gave none: 64 on SM90, where every kernel is as fast with it or faster.
+
+        XQA gains up to a fifth of its time there over pages of 16, FlashInfer's fa2 one or two parts in a hundred.
+        """
+        is_sm90 = current_platform.is_cuda() and current_platform.is_device_capability_family(90)
+        return max(default_block_size, SM90_PAGE_SIZE) if is_sm90 else default_block_size
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -35,6 +35,7 @@ from vllm_attn_plugin.metadata import (
     make_uncached_batch,
     split_decode_prefill,
 )
+from vllm_attn_plugin.recent_steps import RecentSteps
 from vllm_attn_plugin.settings import settings
 
 logger = init_logger("vllm.attn_plugin")
@@ -81,6 +82,22 @@ class AttnPluginMetadata(AttentionMetadata):
     num_rows: int
     plans: dict[LayerParams, LayerPlans]
 
+    def renewed(self) -> "AttnPluginMetadata | None":
+        """The metadata of a decode step that differs in nothing but KV lengths; None where it must be planned anew."""
+        plans = {}
+        for params, of_layer in self.plans.items():
+            decode = of_layer.decode
+            if decode is None or of_layer.prefill is not None:
+                return None
+            plan = decode.kernel.renewed(decode.plan)
+            if plan is None:
+                return None
+            # What is not changed by the step is handed out again.
+            is_kept = plan is decode.plan
+            plans[params] = of_layer if is_kept else LayerPlans(PlannedPhase(decode.kernel, plan, decode.rows), None)
+        is_same = all(plans[params] is of_layer for params, of_layer in self.plans.items())
+        return self if is_same else AttnPluginMetadata(self.num_rows, plans)
+
 
 class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
     """Plans each step for one KV-cache group, whose layers may differ in window, soft cap, scale and sinks."""
@@ -95,10 +112,14 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             params: set_up_kernels(params, self._engine)
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
+        self._serves_mixed = all(_one_serves_mixed(phases) for phases in self._kernels.values())
         self._page_lists = self._make_page_list_buffers()
         reserved = workspaces(device).summary()
         if reserved:
             logger.info_once("Attention workspaces on %s: %s.", device, reserved)
+        self._recent = RecentSteps[AttnPluginMetadata](
+            self._engine.max_decode_q_len, self._engine.max_seq_len, self._engine.page_size
+        )
         self._needs_exact_lengths = device.type == "cpu" or needs_exact_lengths(self._kernels.values(), self._engine)
 
     @classmethod
@@ -119,6 +140,16 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
     ) -> AttnPluginMetadata:
         """Plan one step. Dummy and graph-capture steps come here too; they are steps that write and keep nothing."""
         del common_prefix_len, fast_build
+        key = None if self._needs_exact_lengths else self._recent.key(common_attn_metadata)
+        known = None if key is None else self._recent.find(key, common_attn_metadata)
+        if known is not None and (renewed := known.renewed()) is not None:
+            return renewed
+        metadata = self._plan_step(common_attn_metadata)
+        if key is not None and self._layers[0].kv_cache.numel() and metadata.renewed() is not None:
+            self._recent.keep(key, common_attn_metadata, metadata)
+        return metadata
+
+    def _plan_step(self, common_attn_metadata: CommonAttentionMetadata) -> AttnPluginMetadata:
         windows = {params.window_left for params in self._kernels}
         seq_lens_cpu = self._host_lengths(common_attn_metadata)
         batches = self._make_batches(common_attn_metadata, seq_lens_cpu, windows)
@@ -175,7 +206,10 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
 
     def _split(self, batch: PagedBatch) -> dict[Phase, PagedBatch | None]:
         """Split into phases; list the pages of each on the device where a kernel of this step reads them there."""
-        decode, prefill = split_decode_prefill(batch, self._engine.max_decode_q_len)
+        if self._serves_mixed and batch.max_q_len > self._engine.max_decode_q_len:
+            decode, prefill = None, batch
+        else:
+            decode, prefill = split_decode_prefill(batch, self._engine.max_decode_q_len)
         phases = {Phase.DECODE: decode, Phase.PREFILL: prefill}
         for phase, part in phases.items():
             buffers = self._page_lists.get((phase, batch.window_left))
@@ -247,6 +281,12 @@ def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, ByS
     choices = {phase: choose(phase, params, engine, settings().forced_kernel(phase)) for phase in Phase}
     logger.info_once("Attention kernels: %s.", summary(choices[Phase.PREFILL], choices[Phase.DECODE], engine))
     return {phase: choice.set_up(phase, params, engine) for phase, choice in choices.items()}
+
+
+def _one_serves_mixed(kernels: dict[Phase, BySize[AttentionKernel]]) -> bool:
+    """Whether both phases have one kernel, whatever the size, and it serves a mixed step in one call a layer."""
+    types = {type(kernel) for by_size in kernels.values() for kernel in by_size}
+    return len(types) == 1 and next(iter(types)).serves_mixed
 
 
 def needs_exact_lengths(kernels: Iterable[dict[Phase, BySize[AttentionKernel]]], engine: EngineParams) -> bool:

@@ -161,6 +161,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         inputs = KernelInputs(
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
+            v_scale_on_device=layer._v_scale,
             sinks=self.sinks,
             alibi_slopes=self._alibi_slopes,
             q_scale=layer._q_scale_float,

@@ -29,12 +29,12 @@ PROMPTS = (512, 1024, 2048, 4096, 8192)
 CACHED_PREFIX = 8192
 FULL_PREFILL_BATCH_SIZES = (1, 4)
 
-GRIDS = ("small", "full")
+GRIDS = ("small", "medium", "full")
 
 # For the estimate alone: an H200's reading and arithmetic as kernels reach them, the least time of a launch, that of
 # filling the L2 cache, and what setting a kernel up and capturing it takes.
 READ_BYTES_PER_US, FLOPS_PER_US, LEAST_LAYER_US, FILL_US = 3.5e6, 4e8, 8.0, 50.0
-SETUP_SECONDS, POINT_SECONDS = 0.08, 0.05
+SETUP_SECONDS, POINT_SECONDS, KERNELS_EACH = 0.01, 0.02, 4
 
 
 def configuration(heads: tuple[int, int], head_dim: int, page_size: int, kv_dtype: str) -> Configuration:
@@ -44,7 +44,7 @@ def configuration(heads: tuple[int, int], head_dim: int, page_size: int, kv_dtyp
 
 def grid(name: str) -> list[Point]:
     """The points of a grid, decodes first, the centre's before all others: a run that is cut short has what matters."""
-    return list(_small() if name == "small" else _full())
+    return list({"small": _small, "medium": _medium, "full": _full}[name]())
 
 
 def _small() -> Iterator[Point]:
@@ -61,6 +61,12 @@ def _small() -> Iterator[Point]:
         yield from _decodes(layer, NEAR_BATCH_SIZES, NEAR_SEQ_LENS)
     for other_dim in HEAD_DIMS[1:]:
         yield from _prefills(configuration(heads, other_dim, page_size, KV_DTYPES[0]), (1,))
+
+
+def _medium() -> Iterator[Point]:
+    """Every layer, over few batch sizes and lengths."""
+    for found in product(HEADS, HEAD_DIMS, PAGE_SIZES, KV_DTYPES):
+        yield from _decodes(configuration(*found), NEAR_BATCH_SIZES, NEAR_SEQ_LENS)
 
 
 def _full() -> Iterator[Point]:
@@ -92,17 +98,11 @@ def flops(point: Point) -> float:
 
 def estimated_seconds(points: Iterable[Point]) -> float:
     """About how long measuring takes on an H200, with everything compiled."""
-    return sum(POINT_SECONDS + sum(_kernel_seconds(point, reads) for reads in _reads(point)) for point in points)
+    return sum(POINT_SECONDS + KERNELS_EACH * _kernel_seconds(point) for point in points)
 
 
-def _reads(point: Point) -> tuple[int, ...]:
-    """How often each kernel reads the keys: FlashInfer's fa3 once for each query head where it decodes."""
-    group = point.configuration.num_qo_heads // point.configuration.num_kv_heads
-    return (1, 1, 1, group) if point.phase is Phase.DECODE else (1, 1, 1)
-
-
-def _kernel_seconds(point: Point, reads: int) -> float:
-    layer_us = max(LEAST_LAYER_US, reads * point.read_bytes / READ_BYTES_PER_US, flops(point) / FLOPS_PER_US)
+def _kernel_seconds(point: Point) -> float:
+    layer_us = max(LEAST_LAYER_US, point.read_bytes / READ_BYTES_PER_US, flops(point) / FLOPS_PER_US)
     replay_us = point.num_layers * layer_us
     replays = 1 + (min(MOST_REPLAYS, ROUND_US // replay_us) if replay_us <= ROUND_US / 2 else 0)
     set_up_us = 3 * replay_us  # once to see that it works, once more before the capture, and the first round

@@ -11,7 +11,7 @@ from vllm_attn_plugin.kernels.timed_batch import Point, dtype_named
 from vllm_attn_plugin.kernels.timing import Measured
 
 # FlashAttention 3 as vLLM's own backend calls it: what no choice of the dispatch can be.
-PEER = "vllm-fa3"
+PEER = "FLASH_ATTN"
 # The choice may be so much slower than the fastest kernel of a point.
 WITHIN = 1.02
 # A decode counts as long from these on: below, a launch takes longer than reading.
@@ -26,7 +26,7 @@ class Row:
     """One kernel at one point; numbers are null where it was not measured.
 
     Attributes:
-        kernel: its name; vllm-fa3 for FlashAttention 3 as vLLM's own backend calls it.
+        kernel: its name; FLASH_ATTN for FlashAttention 3 as that backend of vLLM calls it.
         phase: decode or prefill.
         kv_dtype: of the cache; the query is bfloat16.
         page_size: tokens a page.

@@ -106,14 +106,18 @@ def capture_sizes(rows: Sequence[Row]) -> list[int]:
 def engine_settings(place: Place, group: Group, rows: Sequence[Row], share: str) -> dict[str, Any]:
     """Arguments of `LLM()` that a group's backends share."""
     longest = max(row.input_len + row.output_len + group.drafts for row in rows)
+    max_model_len = min(place.size.max_len, 1024 * math.ceil(longest / 1024))
+    max_num_seqs = max(row.requests for row in rows)
     settings: dict[str, Any] = {
         "model": str(place.model),
         "skip_tokenizer_init": True,
         "dtype": DTYPE[place.kind],
         "seed": 0,
-        "max_model_len": min(place.size.max_len, 1024 * math.ceil(longest / 1024)),
-        "max_num_seqs": max(row.requests for row in rows),
-        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        # vLLM 0.33 spreads a dummy step of so many tokens over its requests, longer than they may be: its own backends
+        # then read past their block tables.
+        "max_num_batched_tokens": min(MAX_BATCHED_TOKENS, max_num_seqs * max_model_len),
         "enable_prefix_caching": False,
         "kv_cache_dtype": group.kv_dtype,
         "kv_cache_memory_bytes": place.cache_bytes(group, rows),

@@ -87,14 +87,14 @@ def test_report_30_request_gets_the_same_answer_alone_and_among_40() -> None:
         torch.testing.assert_close(run_step(alone), together[start:stop], atol=2e-6, rtol=2e-6)
 
 
-@pytest.fixture
-def unreadable_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=[Toolchain(), Toolchain(flash_attention3_problem="it is not here")], ids=["fa3", "no_fa3"])
+def unreadable_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU whose memory holds nothing: reading any number back, as waiting for the device is needed for, raises."""
     contract.require_flashinfer()
     engine_params = builder_module.engine_params
 
     def on_hopper(*arguments: Any) -> EngineParams:
-        return replace(engine_params(*arguments), compute_capability=(9, 0), num_sms=132, toolchain=Toolchain())
+        return replace(engine_params(*arguments), compute_capability=(9, 0), num_sms=132, toolchain=request.param)
 
     monkeypatch.setattr(builder_module, "engine_params", on_hopper)
     monkeypatch.setattr(PagedBatch, "list_on_device", PagedBatch.listed_in)
@@ -115,7 +115,7 @@ def on_meta(case: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.usefixtures("unreadable_device")
 @pytest.mark.parametrize("name", ["decode", "mixed", "chunked_prefill", "padded_rows", "spec_decode_4"])
 def test_report_31_step_is_built_without_reading_from_the_device(name: str) -> None:
-    """Through vLLM's builder, with windowed and full layers: XQA's and FlashInfer's plans are made of host arrays."""
+    """Through vLLM's builder, with windowed and full layers: every kernel's plan is made of host arrays."""
     drafts = 3 if name == "spec_decode_4" else None
     layers = {str(window): make_layer(dtype=BF16, window_left=window) for window in (-1, 20)}
     cases = {key: make_case(SPECS[name], layer, freed=False) for key, layer in layers.items()}
@@ -132,7 +132,7 @@ def test_report_31_step_is_built_without_reading_from_the_device(name: str) -> N
         for phase in (plans.decode, plans.prefill)
         if phase is not None
     }
-    assert planned <= {"xqa", "flashinfer-fa2", "flashinfer-fa3"}
+    assert planned <= {"xqa", "flashinfer-fa2", "flashinfer-fa3", "vllm-fa3"}
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         common.seq_lens.cpu().tolist()  # what this test would notice
 
@@ -186,8 +186,8 @@ REFUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 # How a reason states what would be served.
 LIMIT = re.compile(
-    r"is none of|it needs|needs a query of|no multiple of \d+ up to \d+|it has no|it reads|reads a|it only decodes|"
-    r"ignores them|for layers with|must be of|install|must be compiled"
+    r"is none of|is none that|it needs|needs a query of|no multiple of \d+ up to \d+|it has no|it reads|reads a|"
+    r"it only decodes|ignores them|for layers with|must be of|install|must be compiled"
 )
 REMEDY = re.compile(r"unset VLLM_ATTN_PLUGIN_\w+_KERNEL or set it to auto|another --attention-backend")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from batch_specs import SPECS
-from gpu_cases import CUDA, GPU_SPECS, error_and_limit, fp8_weights_error, tame_unused_slots, to_gpu
+from gpu_cases import CUDA, GPU_SPECS, error_and_limit, fp8_query_error, fp8_weights_error, tame_unused_slots, to_gpu
 from paged_cases import make_case, make_layer
 
 from vllm_attn_plugin.kernels import EngineParams, Phase
@@ -15,6 +15,8 @@ from vllm_attn_plugin.kernels.dispatch import KERNELS
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 ALL = {**SPECS, **GPU_SPECS}
 DECODES = ("decode", "long_decode", "full_cache_decode", "many_short")
+# Kernels of both phases.
+DECODING = ("flashinfer-fa2", "vllm-fa3")
 PREFILLS = ("prefill", "chunked_prefill", "mixed", "full_cache_prefill", "long_prefill")
 
 
@@ -41,8 +43,8 @@ class Ask:
 
     @property
     def phase(self) -> Phase:
-        """XQA only decodes; fa2 decodes what has one query a request."""
-        is_decode = self.kernel == "xqa" or (self.kernel == "flashinfer-fa2" and set(ALL[self.spec].q_lens) == {1})
+        """XQA only decodes; those of both phases decode what has one query a request."""
+        is_decode = self.kernel == "xqa" or (self.kernel in DECODING and set(ALL[self.spec].q_lens) == {1})
         return Phase.DECODE if is_decode else Phase.PREFILL
 
     @property
@@ -95,9 +97,11 @@ def all_asks() -> list[Ask]:
         Ask("flashinfer-fa2", "decode"),
         Ask("flashinfer-fa2", "prefill"),
         Ask("flashinfer-fa3", "prefill"),
+        Ask("vllm-fa3", "decode"),
+        Ask("vllm-fa3", "prefill"),
     ):
         asks += asks_around(base)
-    for kernel in ("flashinfer-fa2", "flashinfer-fa3"):
+    for kernel in ("flashinfer-fa2", "flashinfer-fa3", "vllm-fa3"):
         asks += [
             Ask(kernel, spec, options={"soft_cap": 30.0, "window_left": w}) for spec in PREFILLS[:3] for w in (-1, 127)
         ]
@@ -112,6 +116,15 @@ def all_asks() -> list[Ask]:
     asks += [Ask("xqa", "spec_decode_ragged"), Ask("xqa", "spec_decode_4", kv_dtype=E4M3)]
     asks += [Ask("xqa", "spec_decode_4", head_dim=256, group=6, num_kv_heads=4)]  # 24/4 heads
     asks += [Ask("xqa", spec, options={"sinks": True, "window_left": w}) for spec in DECODES[:2] for w in (-1, 127)]
+    asks += [
+        Ask("vllm-fa3", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows")
+    ]
+    asks += [
+        Ask("vllm-fa3", spec, head_dim=64, options={"sinks": True, "window_left": w})
+        for spec in ("decode", "mixed", "long_chunked_prefill")
+        for w in (-1, 127)
+    ]
+    asks += [Ask("vllm-fa3", "mixed", head_dim=80), Ask("vllm-fa3", "decode", head_dim=96)]
     asks += [Ask("xqa", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows")]
     asks += [Ask("flashinfer-fa2", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode")]
     asks += [
@@ -131,7 +144,7 @@ def all_asks() -> list[Ask]:
 
 def _slowest_compilations_first(asks: list[Ask]) -> list[Ask]:
     """One check of each compiled module first, so that parallel processes compile them side by side; fa3 is slowest."""
-    order = ["flashinfer-fa3", "flashinfer-sinks", "flashinfer-fa2", "xqa"]
+    order = ["flashinfer-fa3", "flashinfer-sinks", "flashinfer-fa2", "xqa", "vllm-fa3"]
     first = {ask.module: ask for ask in reversed(asks)}
     heads = sorted(first.values(), key=lambda ask: order.index(ask.kernel))
     return heads + [ask for ask in asks if first[ask.module] is not ask]
@@ -158,8 +171,10 @@ def test_kernel_against_fp64(ask: Ask, record_property: Any) -> None:
     assert kernel.reasons_against(ask.phase, layer, engine) == []
     out = gpu.run(kernel, ask.phase)
     error, limit = error_and_limit(case, out)
-    if ask.kernel == "xqa" and ask.kv_dtype is not None:
+    if ask.kernel in ("xqa", "vllm-fa3") and ask.kv_dtype is not None:
         limit += 2 * fp8_weights_error(case)
+    if ask.kernel == "vllm-fa3" and ask.kv_dtype is not None:
+        limit += 2 * fp8_query_error(case)
     record_property("value", error)
     record_property("tolerance", limit)
     assert out.isfinite().all()

@@ -82,7 +82,11 @@ def to_gpu(case: PagedCase) -> GPUCase:
         num_sms=torch.cuda.get_device_properties(CUDA).multi_processor_count,
     )
     cache = cache_to_gpu(case.kv_cache)
-    inputs = replace(case.inputs, sinks=None if case.inputs.sinks is None else case.inputs.sinks.to(CUDA))
+    inputs = replace(
+        case.inputs,
+        sinks=None if case.inputs.sinks is None else case.inputs.sinks.to(CUDA),
+        v_scale_on_device=torch.tensor([case.inputs.v_scale], device=CUDA),
+    )
     return GPUCase(case, engine, case.q.to(CUDA), cache, inputs)
 
 
@@ -133,6 +137,12 @@ def fp8_weights_error(case: PagedCase) -> float:
         out = torch.einsum("hqk,khd->qhd", weights.to(torch.float8_e4m3fn).double(), v)
         rounded.append(out / weights.sum(-1).T[..., None])
     return _largest(torch.cat(rounded) - exact)
+
+
+def fp8_query_error(case: PagedCase) -> float:
+    """Error of the formula over a query that is rounded to e4m3, as kernels take it that multiply in fp8."""
+    rounded = replace(case, q=case.q.to(torch.float8_e4m3fn).to(case.q.dtype))
+    return _largest(_expected_on_gpu(rounded, torch.float64) - _expected_on_gpu(case, torch.float64))
 
 
 def error_and_limit(case: PagedCase, out: torch.Tensor) -> tuple[float, float]:
