@@ -141,11 +141,14 @@ class AttentionKernel(ABC):
         name: what settings and logs call it.
         graph_support: which decode batches it can serve from a full CUDA graph.
         reads_page_lists: whether its plan reads the page lists on the device; where none does they are not made.
+        placed_before: for a kernel that another package registers, names of kernels: it is tried before the first of
+            them that a GPU family's rule lists, and after all others where the rule lists none.
     """
 
     name: ClassVar[str]
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
     reads_page_lists: ClassVar[bool] = True
+    placed_before: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         self.phase = phase

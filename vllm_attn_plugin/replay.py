@@ -20,7 +20,7 @@ from vllm_attn_plugin.kernels import (
     find_toolchain,
     split_kv_cache,
 )
-from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.kernels.dispatch import known_kernels
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.metadata import (
     PagedBatch,
@@ -128,8 +128,8 @@ def replay_file(path: Path, kernel: str = "reference", seed: int = 0) -> Replaye
         BatchFileError: the file cannot be read.
         ReplayError: the kernel cannot serve the step.
     """
-    if kernel not in KERNELS:
-        raise ReplayError(f"there is no kernel {kernel!r}; use one of: {', '.join(sorted(KERNELS))}.")
+    if kernel not in known_kernels():
+        raise ReplayError(f"there is no kernel {kernel!r}; use one of: {', '.join(sorted(known_kernels()))}.")
     record = batch_file.read(path)
     step = record.step
     found = list(find_violations(step))
@@ -171,7 +171,9 @@ def run_layer(record: BatchRecord, layer: LayerParams, sound: Sound, kernel: str
         raise ReplayError(f"replay needs layers that the reference serves, and it refuses these: {', '.join(against)}.")
     q, cache, inputs = random_tensors(layer, sound, record.step.page_size, seed)
     expected = _outputs(record, layer, sound, ReferenceKernel, q, cache, inputs)
-    found = expected if kernel == "reference" else _outputs(record, layer, sound, KERNELS[kernel], q, cache, inputs)
+    found = (
+        expected if kernel == "reference" else _outputs(record, layer, sound, known_kernels()[kernel], q, cache, inputs)
+    )
     ran = []
     for (phase, want, _), (_, got, refusal) in zip(expected, found, strict=True):
         assert want is not None, "the reference serves both phases or neither"

@@ -82,6 +82,6 @@ def own_tables() -> Path:
 @cache
 def settings() -> Settings:
     """This process's settings, read from its environment at the first call."""
-    from vllm_attn_plugin.kernels.dispatch import KERNELS
+    from vllm_attn_plugin.kernels.dispatch import known_kernels
 
-    return parse(os.environ, tuple(sorted(KERNELS)))
+    return parse(os.environ, tuple(sorted(known_kernels())))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from vllm_attn_plugin.kernels import Phase, find_toolchain
-from vllm_attn_plugin.kernels.dispatch import KERNELS, preference
+from vllm_attn_plugin.kernels.dispatch import known_kernels, preference
 from vllm_attn_plugin.kernels.timed_batch import (
     CUDA,
     Point,
@@ -116,7 +116,7 @@ class Written:
 
     def picked(self) -> list[tuple[int, str]]:
         """The fastest kernel of each batch size, rising, over all lengths."""
-        names = [name for name in KERNELS if any(name in timing.microseconds for timing in self.table.timings)]
+        names = [name for name in known_kernels() if any(name in timing.microseconds for timing in self.table.timings)]
         return self.table.fastest(names, max(timing.seq_len for timing in self.table.timings))
 
     def in_words(self) -> str:
