@@ -2,7 +2,9 @@
 
 import sys
 
-from vllm_attn_plugin.cli.app import main
+from vllm_attn_plugin.cli.app import main, program
+
+__all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from vllm_attn_plugin.backend import machine_tables, machine_toolchain
+from vllm_attn_plugin.backend import this_machine
 from vllm_attn_plugin.kernels import (
     AttentionKernel,
     BySize,
@@ -27,6 +27,7 @@ from vllm_attn_plugin.kernels import (
     summary,
 )
 from vllm_attn_plugin.kernels.workspace import workspaces
+from vllm_attn_plugin.machine import Machine
 from vllm_attn_plugin.metadata import (
     PagedBatch,
     PageListBuffers,
@@ -206,14 +207,22 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         }
 
 
-def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) -> EngineParams:
-    """What vLLM fixed for the engine's life, in the kernels' words."""
-    is_cuda = device.type == "cuda"
+def engine_params(
+    vllm_config: Any, kv_cache_spec: Any, device: torch.device, machine: Machine | None = None
+) -> EngineParams:
+    """What vLLM fixed for the engine's life, in the kernels' words.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_spec: for its page size.
+        device: where the cache lives.
+        machine: what the engine runs on; default the machine of that device.
+    """
+    machine = machine or this_machine(device)
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    captures_decodes = is_cuda and mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
+    captures_decodes = device.type == "cuda" and mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
     layout = vllm_config.cache_config.kv_cache_layout
-    compute_capability = torch.cuda.get_device_capability(device) if is_cuda else None
     return EngineParams(
         device=device,
         page_size=kv_cache_spec.block_size,
@@ -221,14 +230,14 @@ def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) ->
         max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         max_seq_len=vllm_config.model_config.max_model_len,
         max_decode_q_len=max_decode_query_len(vllm_config),
-        compute_capability=compute_capability,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 0,
+        compute_capability=machine.compute_capability,
+        num_sms=machine.num_sms,
         # Of a layout's letters the last three order one page: HNC is head-major, NHC token-major.
         head_major_pages=layout is None or layout.endswith("HNC"),
         decode_graph_sizes=tuple(compilation.cudagraph_capture_sizes or ()) if captures_decodes else (),
         use_trtllm=vllm_config.attention_config.use_trtllm_attention,
-        toolchain=machine_toolchain(compute_capability),
-        tables=machine_tables(),
+        toolchain=machine.toolchain,
+        tables=machine.tables,
     )
 
 

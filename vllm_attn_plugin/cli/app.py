@@ -1,11 +1,13 @@
 """The command line's frame: the commands there are, and how an error is said."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from vllm_attn_plugin.cli.explain import explain
 from vllm_attn_plugin.cli.options import SeveralWords
 from vllm_attn_plugin.cli.plot import plot
 from vllm_attn_plugin.cli.replay import replay
@@ -24,9 +26,17 @@ def frame(debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of
     del debug  # read by `main`, wherever it stands among the words
 
 
+app.command()(explain)
 app.command(cls=SeveralWords)(tune)
 app.command()(plot)
 app.command()(replay)
+
+
+def program() -> int:
+    """This process's command line; what vLLM logs goes to stderr, and its news are left out."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
