@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_attn_plugin.backend import DEFAULT_PAGE_SIZE, cache_dtype, engine_to_be, kernel_page_size, this_machine
+from vllm_attn_plugin.backend import CACHE_DTYPES, DEFAULT_PAGE_SIZE, engine_to_be, kernel_page_size, this_machine
 from vllm_attn_plugin.builder import engine_params
 from vllm_attn_plugin.impl import layer_params
 from vllm_attn_plugin.kernels import EngineParams, KernelChoice, LayerParams, NoKernelError, Phase, choose
@@ -168,10 +168,8 @@ def _layer_params(layer: ModelLayer, model: Model, asked: Asked, machine: Machin
     named = asked.kv_cache_dtype
     cache_name = model.kv_cache_dtype if named == "auto" else named
     dtype = _model_dtype(model, asked, machine)
-    try:
-        cache_dtype(cache_name, dtype)
-    except ValueError as error:
-        raise ModelError(f"{error}.") from error
+    if cache_name not in ("auto", *CACHE_DTYPES):
+        raise ModelError(f"--kv-cache-dtype {cache_name} is not served; use auto or one of: {', '.join(CACHE_DTYPES)}.")
     return layer_params(
         num_heads=layer.num_heads // num_gpus,
         head_size=layer.head_size,

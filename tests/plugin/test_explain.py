@@ -288,7 +288,10 @@ def test_images_that_see_all_their_tokens_are_refused(folder: Path, say: Callabl
         (("deepseek-v2-lite",), "error: DeepseekV2ForCausalLM uses multi-head latent attention (MLA)"),
         (("missing/model",), "error: the configuration of "),
         (("llama-3-8b", "--gpu", "MI300"), "error: there is no GPU 'MI300'"),
-        (("llama-3-8b", "--kv-cache-dtype", "int8"), "error: kv_cache_dtype 'int8' not supported; use auto or one of"),
+        (
+            ("llama-3-8b", "--kv-cache-dtype", "int8"),
+            "error: --kv-cache-dtype int8 is not served; use auto or one of: float16",
+        ),
         (("llama-3-8b", "--dtype", "bf"), "error: 'bf' is no dtype of torch"),
     ],
 )

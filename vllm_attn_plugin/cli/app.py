@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_attn_plugin.cli.doctor import doctor
 from vllm_attn_plugin.cli.explain import explain
 from vllm_attn_plugin.cli.options import SeveralWords
 from vllm_attn_plugin.cli.plot import plot
@@ -26,6 +27,7 @@ def frame(debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of
     del debug  # read by `main`, wherever it stands among the words
 
 
+app.command()(doctor)
 app.command()(explain)
 app.command(cls=SeveralWords)(tune)
 app.command()(plot)
