@@ -11,7 +11,7 @@ from vllm_attn_plugin.__main__ import main
 from vllm_attn_plugin.cli.app import app
 from vllm_attn_plugin.cli.options import spread
 
-COMMANDS = ("doctor", "explain", "tune", "plot", "replay")
+COMMANDS = ("doctor", "explain", "verify", "tune", "plot", "replay")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from vllm_attn_plugin.cli.options import SeveralWords
 from vllm_attn_plugin.cli.plot import plot
 from vllm_attn_plugin.cli.replay import replay
 from vllm_attn_plugin.cli.tune import tune
+from vllm_attn_plugin.cli.verify import verify
 
 NAME = "vllm-attn-plugin"
 DEBUG = "--debug"
@@ -29,6 +30,7 @@ def frame(debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of
 
 app.command()(doctor)
 app.command()(explain)
+app.command(cls=SeveralWords)(verify)
 app.command(cls=SeveralWords)(tune)
 app.command()(plot)
 app.command()(replay)
