@@ -1,5 +1,6 @@
 """The metadata builder: vLLM's names become the kernels' names here, and nowhere else."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
+from vllm_attn_plugin import metrics
 from vllm_attn_plugin.backend import this_machine
 from vllm_attn_plugin.kernels import (
     AttentionKernel,
@@ -96,6 +98,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             params: set_up_kernels(params, self._engine)
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
+        self._counts = metrics.counts_of(self._kernels, vllm_config.parallel_config)
         self._page_lists = self._make_page_list_buffers()
         reserved = workspaces(device).summary()
         if reserved:
@@ -120,11 +123,13 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
     ) -> AttnPluginMetadata:
         """Plan one step. Dummy and graph-capture steps come here too; they are steps that write and keep nothing."""
         del common_prefix_len, fast_build
+        start = time.perf_counter()
         windows = {params.window_left for params in self._kernels}
         seq_lens_cpu = self._host_lengths(common_attn_metadata)
         batches = self._make_batches(common_attn_metadata, seq_lens_cpu, windows)
         phases = {window: self._split(batch) for window, batch in batches.items()}
         plans = {params: _plan(kernels, phases[params.window_left]) for params, kernels in self._kernels.items()}
+        self._counts.add(plans.values(), time.perf_counter() - start)
         return AttnPluginMetadata(num_rows=next(iter(batches.values())).num_rows, plans=plans)
 
     def _host_lengths(self, common: CommonAttentionMetadata) -> torch.Tensor:
@@ -255,6 +260,8 @@ def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, ByS
     """Choose and set up a layer's kernels, and say once in the log which they are and why."""
     choices = {phase: choose(phase, params, engine, settings().forced_kernel(phase)) for phase in Phase}
     logger.info_once("Attention kernels: %s.", summary(choices[Phase.PREFILL], choices[Phase.DECODE], engine))
+    for phase, choice in choices.items():
+        metrics.note_refusals(params, phase, choice.refused)
     return {phase: choice.set_up(phase, params, engine) for phase, choice in choices.items()}
 
 

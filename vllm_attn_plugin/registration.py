@@ -26,7 +26,10 @@ def register_backend() -> None:
         register_backend,
     )
 
+    from vllm_attn_plugin import metrics_server
+
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND_PATH)
+    metrics_server.prepare()
     for warning in reasons_passed_over(_is_cpu_build()):
         logger.warning_once(warning)
 
