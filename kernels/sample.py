@@ -4,9 +4,9 @@ Pages are shuffled, page 0 is nobody's, and every slot that no query may see hol
 ones there.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -141,31 +141,32 @@ class Sample:
                 part = own[number * page_size : (number + 1) * page_size]
                 cache[page, :, : len(part)] = part.transpose(0, 1)
                 tables[row, number] = page
-            keys, values = own.to(layer.kv_dtype).to(self.device).split(layer.head_dim, -1)
-            self.keys.append(keys)
-            self.values.append(values)
+            stored = own.to(layer.kv_dtype).to(self.device)
+            self.keys.append(stored[..., : layer.head_dim])
+            self.values.append(stored[..., layer.head_dim :])
         return cache.to(layer.kv_dtype).to(self.device), tables
 
     def batch(self) -> PagedBatch:
         """The step as the builder makes it."""
         indptr = torch.tensor([0, *accumulate(self.lengths.q_lens)], dtype=torch.int32)
         seq_lens = torch.tensor(self.lengths.seq_lens, dtype=torch.int32)
-        shared = {"page_size": self.engine.page_size, "max_seq_len": self.engine.max_seq_len}
-        window = self.layer.window_left
+        shared: dict[str, Any] = {
+            "page_size": self.engine.page_size,
+            "max_seq_len": self.engine.max_seq_len,
+            "window_left": self.layer.window_left,
+        }
         if self.device.type != "cuda":
-            return make_paged_batch(
-                qo_indptr=indptr, seq_lens=seq_lens, block_tables=self.block_tables, window_left=window, **shared
-            )
+            return make_paged_batch(qo_indptr=indptr, seq_lens=seq_lens, block_tables=self.block_tables, **shared)
         batch = make_device_batch(
             qo_indptr=indptr.to(self.device),
             qo_indptr_cpu=indptr,
             seq_lens=seq_lens.to(self.device),
             seq_lens_cpu=seq_lens,
             block_tables=self.block_tables.to(self.device),
-            window_left=window,
             **shared,
         )
-        return batch.list_on_device(PageListBuffers(*self.block_tables.shape, self.device))
+        rows, columns = self.block_tables.shape
+        return batch.list_on_device(PageListBuffers(rows, columns, self.device))
 
     def run(self, kernel_type: type[AttentionKernel]) -> torch.Tensor:
         """A kernel's output; it was NaN before."""
@@ -188,10 +189,12 @@ class Sample:
         return (_largest(out.double() - exact) if bool(out.isfinite().all()) else float("inf")), limit
 
     def _formula(self, dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> torch.Tensor:
-        requests: Iterator[tuple[torch.Tensor, ...]] = zip(
-            self.q.split(list(self.lengths.q_lens)), self.keys, self.values, strict=True
-        )
-        return torch.cat([attend(*request, self.layer, self.inputs, dtype, weights_dtype) for request in requests])
+        first, parts = 0, []
+        for q_len, keys, values in zip(self.lengths.q_lens, self.keys, self.values, strict=True):
+            q = self.q[first : first + q_len]
+            parts.append(attend(q, keys, values, self.layer, self.inputs, dtype, weights_dtype))
+            first += q_len
+        return torch.cat(parts)
 
 
 def _largest(difference: torch.Tensor) -> float:

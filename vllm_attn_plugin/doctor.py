@@ -10,6 +10,7 @@ from vllm_attn_plugin.facts import Facts
 from vllm_attn_plugin.kernels import EngineParams, LayerParams, NoKernelError, Phase, choose, summary
 from vllm_attn_plugin.kernels.reasons import listed
 from vllm_attn_plugin.kernels.toolchain import OLDEST_FLASHINFER
+from vllm_attn_plugin.kernels.tuning import release
 from vllm_attn_plugin.plugin_filters import GENERAL_PLUGIN, PLATFORM_PLUGIN, reasons_passed_over
 from vllm_attn_plugin.settings import PREFIX, Settings, SettingsError, parse
 
@@ -150,11 +151,12 @@ def _flashinfer(facts: Facts) -> Iterator[Line]:
         yield Line("FlashInfer", State.FAIL, f"{found} is too old", f"install flashinfer-python {oldest} or newer")
     else:
         yield Line("FlashInfer", State.OK, found)
-    parts = ("flashinfer-jit-cache", "flashinfer-cubin")
-    for part in (name for name in parts if found and name in facts.versions):
-        same = facts.versions[part].partition("+")[0].split(".post")[0] == found.partition("+")[0].split(".post")[0]
-        remedy = "" if same else f"install {part} of version {found}: FlashInfer refuses another"
-        yield Line(part, State.OK if same else State.WARN, facts.versions[part], remedy)
+    for part in ("flashinfer-jit-cache", "flashinfer-cubin"):
+        if found is None or part not in facts.versions:
+            continue
+        is_same = release(facts.versions[part]) == release(found)
+        remedy = "" if is_same else f"install {part} of version {found}: FlashInfer refuses another"
+        yield Line(part, State.OK if is_same else State.WARN, facts.versions[part], remedy)
 
 
 def _compiler(facts: Facts) -> Iterator[Line]:

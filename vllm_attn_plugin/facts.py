@@ -78,11 +78,12 @@ def gather() -> Facts:
     import torch
 
     error, is_cpu_build, has_layouts = _look_at_vllm()
+    kernels: tuple[str, ...] = ()
     kernels_error = None
     try:
         kernels = tuple(known_kernels())
-    except RegisteredKernelError as found:
-        kernels, kernels_error = (), str(found)
+    except RegisteredKernelError as broken:
+        kernels_error = str(broken)
     return Facts(
         versions={name: found for name in PACKAGES if (found := _version(name)) is not None},
         vllm_error=error,

@@ -136,8 +136,8 @@ class Publisher:
         self._engine, self._totals = engine, totals
         # Names of its own: prometheus_client has counter_<pid>.db of this process open where vLLM's folder is used.
         own = f"{PREFIX.replace('_', '-')}-{os.getpid()}.db"
-        self._counters = MmapedDict(str(folder / f"counter_{own}"))
-        self._summaries = MmapedDict(str(folder / f"summary_{own}"))
+        self._counters = MmapedDict(str(folder / f"counter_{own}"))  # type: ignore[no-untyped-call]
+        self._summaries = MmapedDict(str(folder / f"summary_{own}"))  # type: ignore[no-untyped-call]
         threading.Thread(target=self._publish_forever, name=f"{PREFIX}-metrics", daemon=True).start()
 
     def _publish_forever(self) -> None:

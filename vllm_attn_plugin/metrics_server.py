@@ -32,24 +32,27 @@ def prepare() -> None:
     _FOLDERS[os.getpid()] = folder
     os.environ[METRICS_VARIABLE] = folder.name
     REGISTRY.register(MultiProcessCollector(None, path=folder.name))  # type: ignore[no-untyped-call]
-    logging.getLogger(STATS_LOGGER).addHandler(StatsHandler())
+    logging.getLogger(STATS_LOGGER).addFilter(StatsFilter())
 
 
-class StatsHandler(logging.Handler):
-    """Adds our line to vLLM's statistics whenever it writes them, so at its interval, and not where they are off."""
+class StatsFilter(logging.Filter):
+    """Adds our line to vLLM's statistics whenever it writes them, so at its interval, and not where they are off.
+
+    A filter, since vLLM takes every handler off its loggers when it reads the engine's configuration.
+    """
 
     def __init__(self) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self._before: dict[tuple[str, ...], float] = {}
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Say what was done since the last line, if anything was."""
-        if record.funcName != STATS_FUNCTION:
-            return
-        try:
-            self._say()
-        except Exception:  # a server must not stop because a line could not be written
-            self.handleError(record)
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass; say before vLLM's what was done since the last one, if anything was."""
+        if record.funcName == STATS_FUNCTION:
+            try:
+                self._say()
+            except Exception as error:  # a server must not stop because a line could not be written
+                logger.warning("The kernels' counts cannot be read (%s): %s", type(error).__name__, error)
+        return True
 
     def _say(self) -> None:
         now = dict(_samples())

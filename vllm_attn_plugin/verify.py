@@ -1,7 +1,7 @@
 """Every kernel that can run on this machine, held against attention's formula in float64."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,7 @@ def this_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def verify(todo: Sequence[Step], device: torch.device | None = None) -> Iterator[Check]:
+def verify(todo: Iterable[Step], device: torch.device | None = None) -> Iterator[Check]:
     """Check each step, one after the other; a kernel that fails does not stop those after it."""
     for step in todo:
         yield _check(step, known_kernels()[step.kernel], device or this_device())

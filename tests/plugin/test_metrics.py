@@ -179,14 +179,18 @@ def test_child_of_a_server_leaves_its_counts_with_it_and_another_server_does_not
     assert not Path(mine).exists(), "the folder goes with its server"
 
 
+def stats_record(function: str) -> logging.LogRecord:
+    return logging.LogRecord("vllm.v1.metrics.loggers", logging.INFO, "x", 1, "Avg", (), None, function)
+
+
 def test_line_is_said_when_vllm_says_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, totals: Totals) -> None:
     monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path))
     said: list[str] = []
     monkeypatch.setattr(metrics_server.logger, "info", lambda text, *values: said.append(text % values))
-    handler = metrics_server.StatsHandler()
+    stats = metrics_server.StatsFilter()
 
     def record(function: str) -> None:
-        handler.handle(logging.LogRecord("vllm.v1.metrics.loggers", logging.INFO, "x", 1, "Avg", (), None, function))
+        assert stats.filter(stats_record(function))
 
     record("log")
     assert said == [], "nothing was done"
@@ -212,12 +216,28 @@ def test_line_is_said_when_vllm_says_its_own(tmp_path: Path, monkeypatch: pytest
 
 
 def test_line_that_cannot_be_said_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(METRICS_VARIABLE, "/no/such/folder")
-    handler = metrics_server.StatsHandler()
-    handler.handle(logging.LogRecord("vllm.v1.metrics.loggers", logging.INFO, "x", 1, "Avg", (), None, "log"))
-    assert "Logging error" in capsys.readouterr().err
+    monkeypatch.setattr(metrics_server, "logger", logging.getLogger("attn_plugin_test"))
+    assert metrics_server.StatsFilter().filter(stats_record("log"))
+    assert "The kernels' counts cannot be read (ValueError)" in caplog.text
+
+
+def test_filter_outlives_vllms_configuring_of_its_loggers() -> None:
+    from vllm.logger import _configure_vllm_root_logger
+
+    listened = logging.getLogger(metrics_server.STATS_LOGGER)
+    stats, handler = metrics_server.StatsFilter(), logging.NullHandler()
+    listened.addFilter(stats)
+    listened.addHandler(handler)
+    try:
+        _configure_vllm_root_logger()
+        assert stats in listened.filters
+        assert handler not in listened.handlers, "a handler would do as well"
+    finally:
+        listened.removeFilter(stats)
+        listened.removeHandler(handler)
 
 
 def test_vllm_still_logs_its_statistics_where_we_listen() -> None:

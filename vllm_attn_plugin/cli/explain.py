@@ -19,7 +19,9 @@ def explain(
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens a block; default vLLM's.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the heads.")] = 1,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence; default the model's.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in a step.")] = 256,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Most requests in a step; vLLM itself takes 256 or 1024, by the GPU.")
+    ] = 256,
     speculative: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Drafts a step.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the activations: auto, bfloat16, float16, float32.")] = "auto",
     gpu: Annotated[
