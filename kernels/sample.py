@@ -179,7 +179,7 @@ class Sample:
         """How far an output is from the formula in float64, and how far it may be.
 
         Twice as far as the same formula in the query's dtype, and a rounding of the output. Over an fp8 cache a GPU's
-        kernels may multiply in fp8, their softmax's weights rounded to it.
+        kernels may multiply in fp8, the query and the softmax's weights rounded to it.
         """
         exact = self._formula(torch.float64)
         plain = _largest(self._formula(self.layer.q_dtype).to(self.layer.q_dtype).double() - exact)
@@ -188,11 +188,13 @@ class Sample:
         limit = ALLOWED * plain + ROUNDING[self.layer.q_dtype] * max(1.0, _largest(exact))
         return (_largest(out.double() - exact) if bool(out.isfinite().all()) else float("inf")), limit
 
-    def _formula(self, dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _formula(self, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> torch.Tensor:
+        """The formula in a dtype; query and weights may be rounded to another first."""
+        all_q = self.q if rounded_to is None else self.q.to(rounded_to).to(self.q.dtype)
         first, parts = 0, []
         for q_len, keys, values in zip(self.lengths.q_lens, self.keys, self.values, strict=True):
-            q = self.q[first : first + q_len]
-            parts.append(attend(q, keys, values, self.layer, self.inputs, dtype, weights_dtype))
+            q = all_q[first : first + q_len]
+            parts.append(attend(q, keys, values, self.layer, self.inputs, dtype, rounded_to))
             first += q_len
         return torch.cat(parts)
 

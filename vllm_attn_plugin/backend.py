@@ -286,6 +286,12 @@ def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
     )
 
 
+def default_block_size(compute_capability: tuple[int, int] | None) -> int:
+    """Tokens a block on a GPU of this family where the user gave none."""
+    del compute_capability
+    return DEFAULT_PAGE_SIZE
+
+
 def kernel_page_size(block_size: int | None, is_gpu: bool) -> int:
     """Tokens a kernel page: on a GPU the engine splits a block into the largest page that divides it."""
     divisors = [size for size in GPU_PAGE_SIZES if is_gpu and block_size and block_size % size == 0]

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from vllm_attn_plugin.backend import CACHE_DTYPES, DEFAULT_PAGE_SIZE, engine_to_be, kernel_page_size, this_machine
+from vllm_attn_plugin.backend import (
+    CACHE_DTYPES,
+    DEFAULT_PAGE_SIZE,
+    default_block_size,
+    engine_to_be,
+    kernel_page_size,
+    this_machine,
+)
 from vllm_attn_plugin.builder import engine_params
 from vllm_attn_plugin.impl import layer_params
 from vllm_attn_plugin.kernels import EngineParams, KernelChoice, LayerParams, NoKernelError, Phase, choose
@@ -150,7 +157,7 @@ def _engine_config(model: Model, asked: Asked) -> Any:
 
 def _page_size(asked: Asked, machine: Machine) -> int:
     is_gpu = machine.device.type == "cuda"
-    block_size = asked.block_size or (DEFAULT_PAGE_SIZE if is_gpu else CPU_BLOCK_SIZE)
+    block_size = asked.block_size or (default_block_size(machine.compute_capability) if is_gpu else CPU_BLOCK_SIZE)
     if block_size % DEFAULT_PAGE_SIZE:
         raise ModelError(f"--block-size {block_size} is no multiple of {DEFAULT_PAGE_SIZE}; give one that is.")
     return kernel_page_size(block_size, is_gpu)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from vllm_attn_plugin.__main__ import main
+from vllm_attn_plugin.backend import default_block_size
 from vllm_attn_plugin.cli.explain import spans
 from vllm_attn_plugin.explain import Asked, Explained, explain
-from vllm_attn_plugin.kernels import Phase, known_kernels
+from vllm_attn_plugin.kernels import EngineParams, LayerParams, Phase, choose, known_kernels
 from vllm_attn_plugin.kernels.tuning import Configuration, Table, Timing, write_table
 from vllm_attn_plugin.machine import Machine, MachineError, named_machine
 from vllm_attn_plugin.model import CHECKED_TYPES, ModelError, read_model
@@ -93,31 +94,44 @@ def test_every_model_type_that_is_called_checked_is_checked() -> None:
     assert types == set(CHECKED_TYPES)
 
 
-FA2, FA3, SINKS, XQA, GEN = "flashinfer-fa2", "flashinfer-fa3", "flashinfer-sinks", "xqa", "trtllm-gen"
-TWO = "xqa up to 32 requests, flashinfer-fa2 above"
+# Each group of layers written down by hand: heads, size of a head, window, soft cap and sinks.
+BY_HAND = {
+    "llama-3-8b": [(32, 8, 128, -1, 0.0, False)],
+    "gemma-3-4b": [(8, 4, 256, 1023, 0.0, False), (8, 4, 256, -1, 0.0, False)],
+    "gpt-oss-20b": [(64, 8, 64, 127, 0.0, True), (64, 8, 64, -1, 0.0, True)],
+    "gemma-2-2b": [(8, 4, 256, 4095, 50.0, False), (8, 4, 256, -1, 50.0, False)],
+}
+
+
+@pytest.mark.parametrize("gpu", [*GPUS, "SM103"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_serves_published_models_is_what_the_dispatch_gives_their_layers(
+    name: str, gpu: str, folder: Path
+) -> None:
+    found = explained(folder, name, gpu)
+    capability = (int(gpu[2:-1]), int(gpu[-1]))
+    device = torch.device("cuda")
+    engine = EngineParams(device, found.engine.page_size, 256, 8192, 8192, compute_capability=capability)
+    expected = []
+    for heads, kv_heads, head_dim, window_left, cap, has_sinks in BY_HAND[name]:
+        layer = LayerParams(heads, kv_heads, head_dim, torch.bfloat16, torch.bfloat16, 1.0, window_left, cap, has_sinks)
+        expected.append(tuple(str(choose(phase, layer, engine)) for phase in Phase))
+    assert names(found) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "gpu", "expected"),
     [
-        ("llama-3-8b", "SM80", [(FA2, FA2)]),
-        ("llama-3-8b", "SM90", [(FA3, TWO)]),
-        ("llama-3-8b", "SM100", [(GEN, GEN)]),
-        ("llama-3-8b", "SM120", [(FA2, XQA)]),
-        ("gemma-3-4b", "SM80", [(FA2, FA2)] * 2),
-        ("gemma-3-4b", "SM90", [(FA3, TWO)] * 2),
-        ("gemma-3-4b", "SM103", [(GEN, GEN)] * 2),
-        ("gemma-3-4b", "SM120", [(FA2, XQA)] * 2),
-        ("gpt-oss-20b", "SM80", [(SINKS, SINKS)] * 2),
-        ("gpt-oss-20b", "SM90", [(SINKS, XQA)] * 2),
-        ("gpt-oss-20b", "SM100", [(GEN, GEN)] * 2),
-        ("gpt-oss-20b", "SM120", [(SINKS, XQA)] * 2),
-        ("gemma-2-2b", "SM90", [(FA3, FA2)] * 2),
-        ("gemma-2-2b", "SM100", [(FA2, FA2)] * 2),
+        ("llama-3-8b", "SM80", {"flashinfer-fa2"}),
+        ("llama-3-8b", "SM100", {"trtllm-gen"}),
+        ("gemma-3-4b", "SM103", {"trtllm-gen"}),
+        ("gpt-oss-20b", "SM80", {"flashinfer-sinks"}),
+        ("gpt-oss-20b", "SM100", {"trtllm-gen"}),
+        ("gemma-2-2b", "SM100", {"flashinfer-fa2"}),
     ],
 )
-def test_what_serves_published_models(name: str, gpu: str, expected: list[tuple[str, str]], folder: Path) -> None:
-    assert names(explained(folder, name, gpu)) == expected
+def test_what_serves_published_models(name: str, gpu: str, expected: set[str], folder: Path) -> None:
+    assert {kernel for group in names(explained(folder, name, gpu)) for kernel in group} == expected
 
 
 def test_groups_are_the_kinds_of_layers_with_their_windows(folder: Path) -> None:
@@ -141,7 +155,8 @@ def test_heads_are_split_and_kv_heads_repeated(folder: Path) -> None:
 
 
 def test_page_size_is_the_kernels(folder: Path) -> None:
-    assert explained(folder, "llama-3-8b").engine.page_size == 16
+    assert explained(folder, "llama-3-8b").engine.page_size == default_block_size((9, 0))
+    assert explained(folder, "llama-3-8b", block_size=16).engine.page_size == 16
     assert explained(folder, "llama-3-8b", block_size=128).engine.page_size == 64
     with pytest.raises(ModelError, match="--block-size 24 is no multiple of 16"):
         explained(folder, "llama-3-8b", block_size=24)
@@ -192,7 +207,7 @@ def test_table_of_a_named_gpu_is_followed(folder: Path, tmp_path: Path, monkeypa
     )
     table = Table("NVIDIA H200", machine.tables.flashinfer, configuration, timings)
     write_table(table, tmp_path / "tables", {})
-    found = explain(read_model(str(folder / "llama-3-8b")), Asked(), UNFORCED, machine)
+    found = explain(read_model(str(folder / "llama-3-8b")), Asked(block_size=16), UNFORCED, machine)
     served = found.groups[0].phases[Phase.DECODE]
     assert str(served.choice) == "flashinfer-fa2 up to 4 requests, xqa above"
     assert served.choice is not None
@@ -265,7 +280,7 @@ def test_answer_for_a_reader_names_layers_kernels_and_reasons(
     status, out, _ = say(str(folder / "llama-3-8b"), "--gpu", "SM90", "--tensor-parallel-size", "2")
     assert status == 0
     assert "32 layers (0-31): 16 query heads over 4 KV heads of 128, no window, bfloat16" in out
-    assert TWO in out
+    assert "xqa up to" in out
     assert "it needs SM100 or SM103, this is an SM90 GPU" in out
 
 
