@@ -6,6 +6,7 @@ several API servers that is in PROMETHEUS_MULTIPROC_DIR, which each of them read
 server's process makes and names to its children; a collector in prometheus_client's default registry reads it.
 """
 
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 PREFIX = "vllm_attn_plugin"
 VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS_BETWEEN_WRITES = 1.0
+logger = logging.getLogger("vllm.attn_plugin")
 HELP = {
     "steps": "Steps planned for a kernel, for each kind of layers, dummy steps at start among them",
     "tokens": "Query tokens of those steps, padded rows among them",
@@ -117,7 +119,10 @@ def counts_of(kernels: Mapping[LayerParams, Mapping[Phase, BySize[AttentionKerne
     is_first = getattr(parallel_config, "rank", 0) == 0
     if folder and is_first and os.getpid() not in _PUBLISHERS and Path(folder).is_dir():
         engine = str(getattr(parallel_config, "data_parallel_index", 0))
-        _PUBLISHERS[os.getpid()] = Publisher(Path(folder), engine, _TOTALS)
+        try:
+            _PUBLISHERS[os.getpid()] = Publisher(Path(folder), engine, _TOTALS)
+        except OSError as error:
+            logger.warning("/metrics will not show what the kernels do: %s cannot be written (%s).", folder, error)
     return Counts(_TOTALS, kernels)
 
 

@@ -28,7 +28,11 @@ def prepare() -> None:
     from prometheus_client import REGISTRY
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    folder = tempfile.TemporaryDirectory(prefix="vllm-attn-plugin-metrics-")
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="vllm-attn-plugin-metrics-")
+    except OSError as error:
+        logger.warning("/metrics will not show what the kernels do: no folder can be made for it (%s).", error)
+        return
     _FOLDERS[os.getpid()] = folder
     os.environ[METRICS_VARIABLE] = folder.name
     REGISTRY.register(MultiProcessCollector(None, path=folder.name))  # type: ignore[no-untyped-call]

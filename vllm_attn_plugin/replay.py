@@ -20,7 +20,7 @@ from vllm_attn_plugin.kernels import (
     find_toolchain,
     split_kv_cache,
 )
-from vllm_attn_plugin.kernels.dispatch import known_kernels
+from vllm_attn_plugin.kernels.dispatch import KERNELS, known_kernels
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.metadata import (
     PagedBatch,
@@ -210,8 +210,9 @@ def _outputs(
     inputs: KernelInputs,
 ) -> list[tuple[Phase, torch.Tensor | None, str]]:
     """Each phase's output on the CPU; None for a phase that the kernel does not serve, with the reasons."""
-    device = torch.device("cpu" if kernel_type is ReferenceKernel else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    is_reference, has_gpu = kernel_type is ReferenceKernel, torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu and not is_reference else "cpu")
+    if kernel_type.name in KERNELS and not is_reference and not has_gpu:
         raise ReplayError(f"{kernel_type.name} needs a GPU, and torch finds none; leave out --kernel.")
     engine = _engine(record, sound, device)
     pages = split_kv_cache(cache.to(device), layer.kv_dtype)

@@ -1,13 +1,16 @@
 """What `/metrics` and the log of a real `vllm serve` show of the kernels, while it serves and after."""
 
 import itertools
+import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import example_kernel
 import pytest
 import requests
+from engine_harness.jobs import clean_environment
 from engine_harness.server import Server, serve
 
 pytestmark = pytest.mark.engine
@@ -86,3 +89,21 @@ def test_metrics_show_steps_and_tokens_while_it_serves(servers: int, short_smoll
     assert bool(lines) == (servers == 1)
     assert all(int(steps) <= int(tokens) for steps, tokens in lines)
     assert "Traceback" not in log
+
+
+def test_registered_kernel_of_another_package_decodes_in_a_server(
+    short_smollm2: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    site = str(example_kernel.install(tmp_path_factory.mktemp("example")))
+    path = os.pathsep.join([site, clean_environment({})["PYTHONPATH"]])
+    options = ["--attention-backend", "CUSTOM"]
+    with serve(short_smollm2, tmp_path / "serve.log", *options, variables={"PYTHONPATH": path}) as server:
+        before = scrape(server)
+        server.complete(list(range(100, 100 + PROMPT)), max_tokens=NEW)
+        time.sleep(SETTLE_S)
+        after = scrape(server)
+        log = server.log.read_text()
+    assert f"Attention kernels: prefill=reference, decode={example_kernel.NAME} (first choice on a CPU" in log
+    assert since(before, after, "steps_total", "decode", example_kernel.NAME, "none") == NEW - 1
+    assert since(before, after, "steps_total", "prefill", "reference", "none") == 1
+    assert after["refusals_total", "prefill", example_kernel.NAME, "none"] == 1

@@ -9,13 +9,23 @@ from pathlib import Path
 import torch
 from batch_specs import SPECS
 from paged_cases import assert_close_to_formula, make_layer
-from vllm_doubles import common_metadata, forward, make_builder, make_case, make_layer_double
+from vllm_doubles import (
+    common_metadata,
+    forward,
+    make_builder,
+    make_case,
+    make_config,
+    make_layer_double,
+    make_spec,
+)
 
-from vllm_attn_plugin import tune
+from vllm_attn_plugin import batch_file, tune
+from vllm_attn_plugin.checked import CheckedMetadataBuilder
 from vllm_attn_plugin.kernels import Phase, Shelf, choose, known_kernels
 from vllm_attn_plugin.kernels.timed_batch import decode_point, engine_of, layer_of
 from vllm_attn_plugin.kernels.timing import Runner
 from vllm_attn_plugin.kernels.tuning import Configuration, write_table
+from vllm_attn_plugin.replay import replay_file
 
 CPU = torch.device("cpu")
 NAME = "example-sdpa"
@@ -72,12 +82,23 @@ def tuned(folder: Path) -> dict[str, object]:
     return {"timings": [asdict(one) for one in table.timings], "choice": str(choice), "reason": choice.reason}
 
 
+def replayed() -> dict[str, object]:
+    """A step that check mode wrote down, run again with the example."""
+    case = make_case(SPECS["mixed"], make_layer())
+    layers = {"a": make_layer_double(case)}
+    builder = CheckedMetadataBuilder(make_spec(case), list(layers), make_config(layers), CPU)
+    record = builder._record(builder._step(common_metadata(case)))
+    found = replay_file(batch_file.write(record), NAME)
+    return {"fine": found.is_fine, "kernels": {one.phase: one.kernel for one in found.ran}}
+
+
 def main() -> None:
     """Print one JSON document."""
     document = {
         "kernels": list(known_kernels()),
         "forced": os.environ.get("VLLM_ATTN_PLUGIN_DECODE_KERNEL"),
         "steps": served_steps(),
+        "replayed": replayed(),
         "tuned": tuned(Path(sys.argv[1])),
     }
     print("FOUND " + json.dumps(document))

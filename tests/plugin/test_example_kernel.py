@@ -88,6 +88,10 @@ def test_dispatch_chooses_it_and_builder_and_impl_run_it(unforced: dict[str, Any
     assert set(unforced["steps"].values()) == {NAME}
 
 
+def test_replay_runs_it(unforced: dict[str, Any]) -> None:
+    assert unforced["replayed"] == {"fine": True, "kernels": {"decode": NAME, "prefill": "reference"}}
+
+
 def test_setting_forces_another(site: Path, tmp_path: Path) -> None:
     found = run_step(site, tmp_path, VLLM_ATTN_PLUGIN_DECODE_KERNEL="reference")
     assert set(found["steps"].values()) == {"reference"}

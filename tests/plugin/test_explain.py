@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 # as that of gemma-3-1b.
 RUN_BY_VLLM = sorted(
     set(model_configs.CONFIGS) - {"deepseek-v2-lite", "gemma-3-4b"},
-    key=lambda name: "num_local_experts" not in model_configs.CONFIGS[name],  # vLLM's groups are the first one's
+    key=lambda name: ("num_local_experts" not in model_configs.CONFIGS[name], name),  # vLLM's groups are the first's
 )
 CASES = [(name, "auto", 0) for name in RUN_BY_VLLM] + [
     ("llama-3-8b", "fp8", 0),

@@ -136,6 +136,27 @@ def test_process_without_a_server_counts_and_publishes_nothing(
     assert published == {}
 
 
+def test_disk_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    published: dict[int, Publisher] = {}
+    monkeypatch.setattr(metrics, "_PUBLISHERS", published)
+    monkeypatch.setattr(metrics, "Publisher", full)
+    monkeypatch.setattr(metrics, "logger", logging.getLogger("attn_plugin_test"))
+    monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path))
+    metrics.counts_of({}, SimpleNamespace(rank=0))
+    assert published == {}
+    assert "No space left on device" in caplog.text
+    monkeypatch.setattr(metrics_server, "_FOLDERS", {})
+    monkeypatch.setattr(metrics_server.tempfile, "TemporaryDirectory", full)
+    monkeypatch.setattr(metrics_server, "logger", logging.getLogger("attn_plugin_test"))
+    metrics_server.prepare()
+    assert "no folder can be made for it" in caplog.text
+
+
 def test_variable_between_processes_is_no_unknown_setting() -> None:
     assert parse({METRICS_VARIABLE: "/tmp/x"}, ("reference",)).check is False
 
