@@ -1,7 +1,7 @@
 """Whether CUSTOM would serve here: a line for each thing that matters, with what to do where something is wrong."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -139,16 +139,16 @@ def _gpu(facts: Facts) -> Iterator[Line]:
 
 
 def _flashinfer(facts: Facts) -> Iterator[Line]:
+    """What keeps FlashInfer's kernels from serving; whether others then do is the last line's to say."""
     found = facts.versions.get("flashinfer-python")
     if not facts.gpus:
         yield Line("FlashInfer", State.OK, f"{found or 'not installed'}; a CPU needs none")
         return
-    reasons = facts.toolchain.reasons_against((("any",),)) if facts.toolchain.obstacle is None else []
     if found is None:
-        yield Line("FlashInfer", State.FAIL, "not installed", "pip install 'vllm-attn-plugin[gpu]'")
-    elif reasons:
+        yield Line("FlashInfer", State.WARN, "not installed", "pip install 'vllm-attn-plugin[gpu]'")
+    elif replace(facts.toolchain, obstacle=None).reasons_against(()):
         oldest = ".".join(map(str, OLDEST_FLASHINFER))
-        yield Line("FlashInfer", State.FAIL, f"{found} is too old", f"install flashinfer-python {oldest} or newer")
+        yield Line("FlashInfer", State.WARN, f"{found} is too old", f"install flashinfer-python {oldest} or newer")
     else:
         yield Line("FlashInfer", State.OK, found)
     for part in ("flashinfer-jit-cache", "flashinfer-cubin"):
@@ -167,8 +167,7 @@ def _compiler(facts: Facts) -> Iterator[Line]:
     if obstacle is not None:
         has_cache = "flashinfer-jit-cache" in facts.versions
         only = "only what flashinfer-jit-cache holds can serve" if has_cache else "no kernel of FlashInfer can be had"
-        state = State.WARN if has_cache else State.FAIL
-        yield Line("nvcc", state, f"{obstacle.problem}: {only}", obstacle.remedy)
+        yield Line("nvcc", State.WARN, f"{obstacle.problem}: {only}", obstacle.remedy)
     elif facts.nvcc and facts.torch_cuda and facts.nvcc.split(".")[0] != facts.torch_cuda.split(".")[0]:
         remedy = "install the CUDA toolkit of torch's major version"
         yield Line("nvcc", State.WARN, f"CUDA {facts.nvcc}, and torch is built for {facts.torch_cuda}", remedy)
