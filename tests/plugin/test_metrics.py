@@ -139,7 +139,7 @@ def test_process_without_a_server_counts_and_publishes_nothing(
 def test_disk_that_cannot_be_written_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     published: dict[int, Publisher] = {}
