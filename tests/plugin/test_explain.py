@@ -262,14 +262,14 @@ def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 def test_json_answer_holds_groups_kernels_and_reasons(folder: Path, say: Callable[..., tuple[int, str, str]]) -> None:
-    status, out, _ = say(str(folder / "gpt-oss-20b"), "--gpu", "SM90", "--json")
+    status, out, _ = say(str(folder / "gpt-oss-20b"), "--gpu", "SM100", "--json")
     document = json.loads(out)
     assert status == 0
-    assert (document["served"], document["compute_capability"]) == (True, [9, 0])
+    assert (document["served"], document["compute_capability"]) == (True, [10, 0])
     windowed, full = document["groups"]
     assert (windowed["sliding_window"], full["sliding_window"]) == (128, None)
-    assert windowed["decode"]["kernels"] == [{"kernel": "xqa", "up_to_requests": None}]
-    assert windowed["prefill"]["others"]["flashinfer-fa3"] == [
+    assert windowed["decode"]["kernels"] == [{"kernel": "trtllm-gen", "up_to_requests": None}]
+    assert windowed["prefill"]["others"]["flashinfer-fa2"] == [
         "FlashInfer accepts attention sinks here and ignores them"
     ]
 
