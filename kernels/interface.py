@@ -144,12 +144,15 @@ class AttentionKernel(ABC):
         graph_support: which decode batches it can serve from a full CUDA graph.
         reads_page_lists: whether its plan reads the page lists on the device; where none does they are not made.
         serves_mixed: whether a step's decodes may go with its prefills in one call, as prefills.
+        placed_before: for a kernel that another package registers, names of kernels: it is tried before the first of
+            them that a GPU family's rule lists, and after all others where the rule lists none.
     """
 
     name: ClassVar[str]
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
     reads_page_lists: ClassVar[bool] = True
     serves_mixed: ClassVar[bool] = False
+    placed_before: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         self.phase = phase

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.kernels.dispatch import known_kernels
 from vllm_attn_plugin.kernels.interface import KernelInputs, Phase
 from vllm_attn_plugin.kernels.kv_cache import split_kv_cache
 from vllm_attn_plugin.kernels.timed_batch import CUDA, LEAST_CACHE_BYTES, Shape
@@ -131,7 +131,7 @@ def _guarded(name: str, call: Callable[[Runner], Result], runner: Runner) -> Res
 
 def prepare(shape: Shape, name: str) -> Runner:
     """One of this package's kernels on a shape, planned and run as the impl does it."""
-    kernel = KERNELS[name](shape.point.phase, shape.layer, shape.engine)
+    kernel = known_kernels()[name](shape.point.phase, shape.layer, shape.engine)
     batch = shape.batch()
 
     def run_layer(plan: Any, cache: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_attn_plugin.kernels import EngineParams, GraphSupport, LayerParams, Phase
-from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.kernels.dispatch import known_kernels
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, canonical_strides
 from vllm_attn_plugin.kernels.timed_batch import Shape
 from vllm_attn_plugin.kernels.timing import Runner, make_runner, prepare
@@ -36,7 +36,7 @@ class OwnKernel:
 
     def reasons_against(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `Contender.reasons_against`."""
-        kernel = KERNELS[self.name]
+        kernel = known_kernels()[self.name]
         found = kernel.reasons_against(phase, layer, engine)
         if not found and engine.decode_graph_sizes and kernel.graph_support is GraphSupport.NEVER:
             return ["it serves no decode from a CUDA graph"]

@@ -268,7 +268,7 @@ def test_report_32_refused_model_is_told_the_backend_and_what_to_change(option: 
 GUIDANCE = re.compile(
     r"must|needs?\b|expected|limit|reads|slots|KV cache has|multiple|choose|set |lower|[Ss]erve|unset|use |starts at|"
     r"at least|dtype is|is torch|force|make the|disable|settings are|kernels are|hold none|"
-    r"remove it|run it|give |\{\}; \{\}\."
+    r"remove it|uninstall|run it|give |\{\}; \{\}\."
 )
 
 
@@ -276,7 +276,7 @@ def raised_messages() -> list[tuple[str, str]]:
     """Every error that the package raises by itself: where, and its text with {} for each value."""
     found = []
     for path in sorted(
-        path for room in ("kernels", "metadata", "vllm_attn_plugin") for path in (ROOT / room).glob("*.py")
+        path for room in ("kernels", "metadata", "vllm_attn_plugin") for path in (ROOT / room).rglob("*.py")
     ):
         raises = [node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
         calls = [error for error in raises if isinstance(error, ast.Call) and error.args]

@@ -108,6 +108,19 @@ def test_next_kernel_is_tried_and_every_refusal_told(monkeypatch: pytest.MonkeyP
     assert message.endswith("; change what a kernel refuses or serve this model with another --attention-backend.")
 
 
+def test_choice_keeps_what_refused_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(monkeypatch, Candidate(Refusing), Candidate(ReferenceKernel))
+    choice = choose(Phase.DECODE, make_layer(), ENGINE)
+    assert choice.refused == {"refusing": ["decode is not served", "page size 16 is below 32"]}
+    assert choice.table is None
+
+
+def test_refusals_are_the_kernels_own_reasons() -> None:
+    assert choose(Phase.PREFILL, E4M3, GPU[9, 0]).refused["flashinfer-fa3"] == [
+        "its query must be of the cache's torch.float8_e4m3fn, this is torch.bfloat16"
+    ]
+
+
 def test_kernels_with_the_same_reasons_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     class Also(Refusing):
         name: ClassVar[str] = "also"

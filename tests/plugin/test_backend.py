@@ -180,9 +180,7 @@ def test_both_phases_are_refused_before_anything_is_compiled(monkeypatch: pytest
 def test_blocks_of_64_are_preferred_where_kernels_gain_from_them(
     major: int, default: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        backend.current_platform, "is_device_capability_family", lambda family: family == 10 * major, raising=False
-    )
+    monkeypatch.setattr(backend.current_platform, "get_device_capability", lambda: DeviceCapability(major, 0))
     assert AttnPluginBackend.get_preferred_block_size(default) == expected
 
 
