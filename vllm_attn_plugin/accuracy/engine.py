@@ -19,6 +19,10 @@ class ShuffledVLLM(VLLM):
         self._rng = random.Random(order)
         self._log_likelihoods: dict[tuple[int, ...], float | None] = {}
 
+    def reorder(self, order: str) -> None:
+        """Ask in another order from now on."""
+        self._rng = random.Random(order)
+
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """See lm_eval; the texts carry their log-likelihood where the prompt was not cut to fit."""
         self._log_likelihoods.clear()

@@ -84,7 +84,13 @@ def choose_items(settings: Settings) -> Chosen:
             count = len(task.eval_docs)
             if not count:
                 raise AccuracyError(f"task {name} has no item to ask: leave it out of --tasks.")
-            rng = random.Random(f"{settings.seed}-{name}")
-            ids[name] = sorted(rng.sample(range(count), min(choice.limit or count, count)))
+            ids[name] = draw(count, choice.limit, f"{settings.seed}-{name}")
             aggregations[name] = task.aggregation()
     return Chosen(ids, aggregations)
+
+
+def draw(count: int, limit: int | None, seed: str) -> list[int]:
+    """Numbers of items below `count`, rising; what a smaller limit draws, a larger one draws too."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return sorted(order[:limit])

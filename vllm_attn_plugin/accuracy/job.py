@@ -12,8 +12,9 @@ from typing import Any
 from vllm_attn_plugin.accuracy.settings import OUR_BACKEND, Settings, Side, TaskChoice
 
 PACKAGES = ("vllm", "torch", "lm_eval", "vllm-attn-plugin", "flashinfer-python", "triton", "transformers", "scipy")
-# Environment variables that change what an engine computes.
+# Environment variables that change what an engine computes, and those of them that change what ours alone does.
 VARIABLES = ("VLLM_", "CUDA_VISIBLE_DEVICES")
+OUR_VARIABLES = "VLLM_ATTN_PLUGIN_"
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,16 @@ def environment_of(model: str, backend: str) -> dict[str, Any]:
     """What answers depend on beside the options; for our backend also its sources."""
     found: dict[str, Any] = {
         "versions": versions(),
-        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(VARIABLES)},
+        "variables": {key: value for key, value in sorted(os.environ.items()) if _counts(key, backend)},
         "model": _digest_of_model(Path(model)),
     }
     if backend == OUR_BACKEND:
         found["sources"] = _digest_of_sources()
     return found
+
+
+def _counts(variable: str, backend: str) -> bool:
+    return variable.startswith(VARIABLES) and (backend == OUR_BACKEND or not variable.startswith(OUR_VARIABLES))
 
 
 def versions() -> dict[str, str]:

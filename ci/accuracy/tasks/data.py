@@ -1,15 +1,32 @@
-"""Hands lm_eval the data beside the task files, wherever the process was started."""
+"""Hands lm_eval the data beside the task files, wherever its process was started."""
 
 from __future__ import annotations
 
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 
 _FOLDER = Path(__file__).resolve().parent
+_ROOT = _FOLDER.parents[2]
 
 
-def load(name: str, **_: Any) -> dict[str, Any]:
-    """The records of NAME.jsonl as the split `test`."""
-    return {"test": datasets.Dataset.from_json(str(_FOLDER / f"{name}.jsonl"))}
+def load(name: str, examples: int = 0, **_: Any) -> dict[str, Any]:
+    """The records of NAME.jsonl: the first `examples` of them are a split of that name, the others the split `test`."""
+    records = datasets.Dataset.from_json(str(_FOLDER / f"{name}.jsonl"))
+    parts = {"test": records.select(range(examples, len(records)))}
+    return parts | ({"examples": records.select(range(examples))} if examples else {})
+
+
+def long_retrieval(characters: int, contexts: int, **_: Any) -> dict[str, Any]:
+    """Records of `attn_retrieval` with longer contexts, the same every time."""
+    if str(_ROOT) not in sys.path:
+        # Last: the repository's root has folders whose names others use too.
+        sys.path.append(str(_ROOT))
+    from ci.accuracy.generate import retrieval
+
+    source = _ROOT / "ci/accuracy/sources/retrieval.yaml"
+    records = retrieval.build(source, random.Random("attention-retrieval-long"), contexts, characters)
+    return {"test": datasets.Dataset.from_list(records)}
