@@ -124,8 +124,8 @@ def judge(case: Case, baseline: Case, folder: Path, device: str) -> Row:
     settings = settings_for(case.model, device, case.seed, share=case.share)
     limits = thresholds_of(device).with_changes(settings.thresholds)
     chosen = choose_items(settings)
-    samples = [_samples(one, chosen.ids, folder) for one in (baseline, case)]
-    found = compare(*samples, chosen.aggregations, limits, case.seed)
+    theirs, ours = (_samples(one, chosen.ids, folder) for one in (baseline, case))
+    found = compare(theirs, ours, chosen.aggregations, limits, case.seed)
     return row | verdict_of(case, found, found.faults) | sizes_of(found)
 
 

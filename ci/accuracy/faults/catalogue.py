@@ -60,7 +60,8 @@ def read_as_contiguous(kernel: Any, call: Call) -> Call:
     q = call.q
     if kernel.phase is not Phase.DECODE or len(q) < 2:
         return call
-    fused = torch.cat([q.flatten(1), q.flatten(1).flip(0), q.flatten(1).roll(1, 0)], dim=1)
+    rows = q.flatten(1)
+    fused = torch.cat([rows, rows.flip(1), -rows], dim=1)  # what stands for keys and values is never a query of its own
     return replace(call, q=fused.as_strided(q.shape, (q[0].numel(), q.shape[-1], 1)))
 
 
@@ -135,7 +136,9 @@ def table_by_tokens(batch: PagedBatch, decode: Any, prefill: Any) -> tuple[Any, 
         tables[request, first[request] : first[request] + indptr[request + 1] - indptr[request]]
         for request in range(prefill.batch_size)
     ]
-    return decode, replace(prefill, block_tables=tables, paged_kv_indices=torch.cat(indices))
+    # Slots behind a request's pages may hold anything; an engine's hold ids of its cache, as a kernel would read.
+    listed = torch.cat(indices).clamp_(0, int(batch.paged_kv_indices.max()))
+    return decode, replace(prefill, block_tables=tables, paged_kv_indices=listed)
 
 
 def no_draft_mask(kernel: Any, batch: PagedBatch) -> PagedBatch:

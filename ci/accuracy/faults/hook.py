@@ -13,11 +13,16 @@ VARIABLE = "VLLM_ATTN_PLUGIN_TEST_FAULT"
 
 
 class _Hook:
-    """The fault that acts now, and how often it has; one a process."""
+    """The fault that acts now, and what was wrapped for it; one a process."""
 
     def __init__(self) -> None:
         self.active: Fault | None = None
-        self.is_installed = False
+        self.replaced: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, wrapped: Any) -> None:
+        """Replace an attribute."""
+        self.replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, wrapped)
 
 
 _HOOK = _Hook()
@@ -37,9 +42,8 @@ def activate_from_environment() -> None:
 
 def install() -> None:
     """Wrap every kernel and the split, once a process."""
-    if _HOOK.is_installed:
+    if _HOOK.replaced:
         return
-    _HOOK.is_installed = True
     from vllm_attn_plugin import builder
     from vllm_attn_plugin.kernels.dispatch import KERNELS
 
@@ -48,8 +52,16 @@ def install() -> None:
         for name, wrap in (("plan", _faulty_plan), ("run", _faulty_run)):
             method = owner.__dict__.get(name)
             if method is not None and not getattr(method, "__isabstractmethod__", False):
-                setattr(owner, name, wrap(method))
-    builder.split_decode_prefill = _faulty_split(builder.split_decode_prefill)
+                _HOOK.put(owner, name, wrap(method))
+    _HOOK.put(builder, "split_decode_prefill", _faulty_split(vars(builder)["split_decode_prefill"]))
+
+
+def remove() -> None:
+    """Take everything back."""
+    _HOOK.active = None
+    while _HOOK.replaced:
+        owner, name, original = _HOOK.replaced.pop()
+        setattr(owner, name, original)
 
 
 def _faulty_plan(plan: Any) -> Any:

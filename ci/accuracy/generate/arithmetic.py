@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import random
+from collections.abc import Callable
 from typing import Any
 
 _ITEMS = 168
-_OPERATIONS = {
-    "+": (lambda one, other: one + other, 99),
-    "-": (lambda one, other: one - other, 99),
-    "*": (lambda one, other: one * other, 12),
+# Sign -> what it does, and the largest number that it is asked of.
+_OPERATIONS: dict[str, tuple[Callable[[int, int], int], int]] = {
+    "+": (operator.add, 99),
+    "-": (operator.sub, 99),
+    "*": (operator.mul, 12),
 }
 
 

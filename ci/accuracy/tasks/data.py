@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 
 _FOLDER = Path(__file__).resolve().parent
 _ROOT = _FOLDER.parents[2]
@@ -15,9 +16,9 @@ _ROOT = _FOLDER.parents[2]
 
 def load(name: str, examples: int = 0, **_: Any) -> dict[str, Any]:
     """The records of NAME.jsonl: the first `examples` of them are a split of that name, the others the split `test`."""
-    records = datasets.Dataset.from_json(str(_FOLDER / f"{name}.jsonl"))
-    parts = {"test": records.select(range(examples, len(records)))}
-    return parts | ({"examples": records.select(range(examples))} if examples else {})
+    records = [json.loads(line) for line in (_FOLDER / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    parts = {"test": records[examples:], "examples": records[:examples]}
+    return {split: datasets.Dataset.from_list(part) for split, part in parts.items() if part}
 
 
 def long_retrieval(characters: int, contexts: int, **_: Any) -> dict[str, Any]:
