@@ -10,7 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci.accuracy.configuration import BASELINES, CPU_VARIABLES, ENGINE_ARGS, OFFLINE, TASK_FOLDER, config_file
+from ci.accuracy.configuration import (
+    BASELINES,
+    CANDIDATE_ARGS,
+    CPU_VARIABLES,
+    ENGINE_ARGS,
+    GPU_CONCURRENCY,
+    OFFLINE,
+    TASK_FOLDER,
+    config_file,
+)
 from ci.console import run_main, say
 from ci.device import DEVICES, detect_device
 from ci.machine import this_machine
@@ -39,6 +48,8 @@ def command(model: str, options: argparse.Namespace, output: Path) -> list[str]:
         *("--config", str(config_file(model))),
         *("--include-path", str(TASK_FOLDER)),
         *("--engine-args", json.dumps(ENGINE_ARGS[options.device])),
+        *("--candidate-args", json.dumps(CANDIDATE_ARGS[options.device])),
+        *(("--concurrency", str(GPU_CONCURRENCY)) if options.device == "gpu" else ()),
         *("--output", str(output)),
         *options.rest,
     ]

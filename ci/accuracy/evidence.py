@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ci.accuracy.configuration import in_words, settings_for
-from ci.accuracy.evidence_runs import SOUND, Case, cases_of, is_done
+from ci.accuracy.configuration import BASELINES, in_words, settings_for
+from ci.accuracy.evidence_runs import SOUND, Case, cases_of, engine_of, is_done
 from ci.accuracy.faults.catalogue import FAULTS
 from ci.console import UserError, run_main, say
 from ci.device import DEVICES, detect_device
@@ -107,17 +107,20 @@ def judge_all(cases: Sequence[Case], folder: Path, device: str) -> list[Row]:
     """Judge every run against the baseline of its seed."""
     rows = []
     for case in cases:
-        if case.group == "baseline" and case.what == SOUND:
+        if case.what == SOUND and case.group in {"baseline", "peer"}:
             continue
-        baseline = Case(case.model, case.seed, SOUND, "baseline")
-        if is_done(baseline, folder):
-            rows.append(judge(case, baseline, folder, device))
+        against = ["baseline", "peer"] if device == "gpu" and case.what == SOUND else ["baseline"]
+        for group in against:
+            baseline = Case(case.model, case.seed, SOUND, group)
+            if is_done(baseline, folder):
+                rows.append(judge(case, baseline, folder, device))
     return rows
 
 
 def judge(case: Case, baseline: Case, folder: Path, device: str) -> Row:
     """One row: what came out, whether it should, and how far scores fell."""
     row: Row = {"model": case.model, "seed": case.seed, "what": case.what, "drafts": case.group == "drafts"}
+    row |= {"against": engine_of(baseline.group, device)[0] or BASELINES[device]}
     error = folder / case.folder / "error.json"
     if error.exists():
         return row | verdict_of(case, None, [json.loads(error.read_text())["error"]])

@@ -29,7 +29,7 @@ class Case:
         model: by its short name.
         seed: of items, examples and order.
         what: `SOUND`, `ORDER` or a fault's name.
-        group: which engine answers it: baseline, custom or drafts.
+        group: which engine answers it, see `engine_of`.
         number: which of several alike.
     """
 
@@ -51,6 +51,26 @@ class Case:
         return f"{self.model}/{self.group}/{self.seed}/{self.what.replace(' ', '-')}{number}"
 
 
+# What a GPU's graph has captured no fault can change, so faults get an engine without graphs there.
+EAGER = {"enforce_eager": True}
+
+
+def engine_of(group: str, device: str) -> tuple[str, dict[str, Any]]:
+    """The backend that answers a group of runs ("" for the device's baseline), and its arguments beside the device's.
+
+    `baseline` and, on a GPU, `peer` are what is compared with; `custom` is ours, `drafts` ours with drafts, and
+    `faulty` ours with a fault, on a CPU the engine of `custom`.
+    """
+    eager = EAGER if device == "gpu" else {}
+    return {
+        "baseline": ("", {}),
+        "peer": ("FLASHINFER", {}),
+        "custom": ("CUSTOM", {}),
+        "faulty": ("CUSTOM", eager),
+        "drafts": ("CUSTOM", {**eager, "speculative_config": DRAFTS}),
+    }[group]
+
+
 def has_window(model: str) -> bool:
     """Whether one of our models has layers with a sliding window."""
     return model == "gemma"
@@ -59,14 +79,16 @@ def has_window(model: str) -> bool:
 def cases_of(model: str, seeds: Sequence[int], orders: int, device: str = "cpu") -> list[Case]:
     """Every run of a model on a device, seed by seed, so that what is done first shows something of all."""
     found: list[Case] = []
+    faulty = "custom" if device == "cpu" else "faulty"
     for seed in seeds:
         found.append(Case(model, seed, SOUND, "baseline"))
         found.append(Case(model, seed, SOUND, "custom"))
         found.append(Case(model, seed, SOUND, "drafts"))
+        found += [Case(model, seed, SOUND, "peer")] if device == "gpu" else []
         found += [Case(model, seed, ORDER, "baseline", number + 1) for number in range(orders)]
         for name, fault in FAULTS.items():
             if device in fault.acts_on and (fault.needs != "a sliding window" or has_window(model)):
-                found.append(Case(model, seed, name, "drafts" if fault.needs == "drafts" else "custom"))
+                found.append(Case(model, seed, name, "drafts" if fault.needs == "drafts" else faulty))
     return found
 
 
@@ -91,8 +113,16 @@ class Runner:
         from vllm_attn_plugin.accuracy.store import AnswerStore
         from vllm_attn_plugin.accuracy.worker import CHUNK, ask, write_whole
 
-        settings = settings_for(self._model, self._device, case.seed, drafts_of(self._group), share=case.share)
-        side = "baseline" if self._group == "baseline" else "candidate"
+        backend, arguments = engine_of(self._group, self._device)
+        side = "baseline" if self._group in {"baseline", "peer"} else "candidate"
+        settings = settings_for(
+            self._model,
+            self._device,
+            case.seed,
+            arguments,
+            baseline=backend if side == "baseline" else "",
+            share=case.share,
+        )
         job = make_job(settings, side, choose_items(settings).ids)
         job = replace(job, order=f"{job.order}-{case.number}")
         target = self._folder / case.folder
@@ -123,11 +153,6 @@ class Runner:
         self._engine.reorder(job.order)
         self._engine.model.reset_prefix_cache()
         return self._engine
-
-
-def drafts_of(group: str) -> dict[str, Any]:
-    """Engine arguments of a group beside those of its device."""
-    return {"speculative_config": DRAFTS} if group == "drafts" else {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """lm_eval's tasks, and which of their items are asked."""
 
 import difflib
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def choose_items(settings: Settings) -> Chosen:
             if not count:
                 raise AccuracyError(f"task {name} has no item to ask: leave it out of --tasks.")
             ids[name] = draw(count, choice.limit, f"{settings.seed}-{name}")
-            aggregations[name] = task.aggregation()
+            aggregations[name] = {metric: bounded(found) for metric, found in task.aggregation().items()}
     return Chosen(ids, aggregations)
 
 
@@ -94,3 +95,15 @@ def draw(count: int, limit: int | None, seed: str) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return sorted(order[:limit])
+
+
+def bounded(aggregate: Aggregation) -> Aggregation:
+    """An aggregation that says infinity where its result is too large for a number, as a faulty model's perplexity."""
+
+    def bound(values: Sequence[Any]) -> float:
+        try:
+            return aggregate(values)
+        except OverflowError:
+            return math.inf
+
+    return bound

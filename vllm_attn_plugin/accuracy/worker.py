@@ -3,10 +3,11 @@
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_attn_plugin.accuracy.items import task_manager
+from vllm_attn_plugin.accuracy.items import bounded, load_tasks, task_manager
 from vllm_attn_plugin.accuracy.job import Job, JobFiles
 from vllm_attn_plugin.accuracy.store import AnswerStore
 
@@ -49,14 +50,20 @@ def ask(job: Job, lm: "RecordedLM") -> dict[str, list[dict[str, Any]]]:
     """Run lm_eval over the job's items; the samples of each task."""
     from lm_eval import simple_evaluate
 
+    manager = task_manager(job.include_paths)
+    tasks = list(load_tasks(manager, job.choices).values())
+    for task in tasks:
+        # lm_eval makes scores of the samples too, and one that is too large for a number would end the run.
+        bound = {metric: bounded(aggregate) for metric, aggregate in task.aggregation().items()}
+        task.aggregation = partial(dict, bound)
     found = simple_evaluate(
         model=lm,
-        tasks=[choice.spec for choice in job.choices],
+        tasks=tasks,
         samples=job.ids,
         bootstrap_iters=0,  # the comparison estimates errors itself, of the pairs
         log_samples=True,
         apply_chat_template=job.chat_template,
-        task_manager=task_manager(job.include_paths),
+        task_manager=manager,
         random_seed=job.seed,
         numpy_random_seed=job.seed,
         torch_random_seed=job.seed,

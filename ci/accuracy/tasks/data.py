@@ -31,3 +31,9 @@ def long_retrieval(characters: int, contexts: int, **_: Any) -> dict[str, Any]:
     source = _ROOT / "ci/accuracy/sources/retrieval.yaml"
     records = retrieval.build(source, random.Random("attention-retrieval-long"), contexts, characters)
     return {"test": datasets.Dataset.from_list(records)}
+
+
+def perplexity_of_words(document: dict[str, Any], results: list[tuple[float, bool]]) -> dict[str, tuple[float, int]]:
+    """What `weighted_perplexity` reads of an item of attn_induction: a log-likelihood and how many words it is for."""
+    (log_likelihood, _) = results[0]
+    return {"word_perplexity": (log_likelihood, len(document["again"].split()))}
