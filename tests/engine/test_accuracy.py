@@ -66,7 +66,7 @@ def words(
 
 
 def environment() -> dict[str, str]:
-    """Of a user's shell, with what keeps it small; this process's folders for its imports are none of the command's."""
+    """As a user's shell has it, with what keeps an engine small."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return {**kept, **CPU_VARIABLES, **OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -106,7 +106,9 @@ def cut_off(command: list[str], answers: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert said.decode().endswith("interrupted; the same command goes on where it stopped\n")
 
 
 def test_bundled_kind_of_task_is_compared(compared: Path) -> None:

@@ -21,6 +21,8 @@ from vllm_attn_plugin.accuracy.settings import (
     task_choices,
 )
 
+INTERRUPTED = 130  # what shells give for Ctrl-C
+
 
 def accuracy(
     model: Annotated[str, typer.Option(help="A folder, a Hugging Face id, or the name a server gives it.")],
@@ -82,7 +84,11 @@ def compare_and_print(settings: Settings, output: Path, baseline_from: Path | No
     """Run a comparison and show its report; the exit status."""
     from vllm_attn_plugin.accuracy.run import run
 
-    compared = run(settings, output, command_line(), baseline_from)
+    try:
+        compared = run(settings, output, command_line(), baseline_from)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return INTERRUPTED
     if as_json:
         json.dump(compared.document(), sys.stdout, indent=1)
         sys.stdout.write("\n")

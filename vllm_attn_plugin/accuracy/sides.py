@@ -7,9 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +140,7 @@ def _run(job: Job, files: JobFiles, deadline: float) -> None:
     forced = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     files.progress.unlink(missing_ok=True)
     files.folder.mkdir(parents=True, exist_ok=True)
-    with files.log.open("ab") as log:
+    with files.log.open("ab") as log, interruptible():
         said_before = log.tell()
         process = subprocess.Popen(  # noqa: S603  a command of our own
             command,
@@ -156,6 +159,20 @@ def _run(job: Job, files: JobFiles, deadline: float) -> None:
             _stop_group(process)
     if not files.samples.exists():
         raise AccuracyError(_failure(job, files.log, said_before, f"ended with status {process.returncode}"))
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise what Ctrl-C does, so that what was started is stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _follow(job: Job, process: "subprocess.Popen[bytes]", state: Path, deadline: float) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +21,21 @@ if TYPE_CHECKING:
 CHUNK = 8
 
 
+def end_with_parent(interval: float = 1.0) -> None:
+    """End this process and all it started once its parent is gone: two workers must not write one file of answers."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(interval)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(folder: Path) -> None:
     """Ask what the job in a folder says, and leave the samples there."""
+    end_with_parent()
     files = JobFiles(folder)
     job = Job(**json.loads(files.job.read_text()))
     store = AnswerStore(files.answers)

@@ -3,9 +3,12 @@
 import http.server
 import json
 import os
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -196,3 +199,34 @@ def test_progress_bars_are_reduced_to_their_last_state():
 
 def test_kernels_of_several_layers_the_last_line_counts():
     assert served_by(job(), f"{KERNEL_LINE}\nx\nINFO Attention kernels: two.") == "two."
+
+
+def test_worker_ends_with_its_parent(tmp_path):
+    """Killed outright, a command cannot stop what it started."""
+    child = (
+        "import os, pathlib, sys, time; from vllm_attn_plugin.accuracy.worker import end_with_parent; "
+        "end_with_parent(0.05); pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(300)"
+    )
+    parent = (
+        "import subprocess, sys, time; "
+        "subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True); time.sleep(300)"
+    )
+    mark = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", parent, child, str(mark)])
+    wait_until(lambda: mark.exists() and mark.read_text())
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_running(int(mark.read_text())))
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    """Whether a process is there and no zombie that nobody has waited for."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
