@@ -52,7 +52,7 @@ class Case:
 
 
 # What a GPU's graph has captured no fault can change, so faults get an engine without graphs there.
-EAGER = {"enforce_eager": True}
+EAGER: dict[str, Any] = {"enforce_eager": True}
 
 
 def engine_of(group: str, device: str) -> tuple[str, dict[str, Any]]:
@@ -62,13 +62,14 @@ def engine_of(group: str, device: str) -> tuple[str, dict[str, Any]]:
     `faulty` ours with a fault, on a CPU the engine of `custom`.
     """
     eager = EAGER if device == "gpu" else {}
-    return {
+    engines: dict[str, tuple[str, dict[str, Any]]] = {
         "baseline": ("", {}),
         "peer": ("FLASHINFER", {}),
         "custom": ("CUSTOM", {}),
         "faulty": ("CUSTOM", eager),
         "drafts": ("CUSTOM", {**eager, "speculative_config": DRAFTS}),
-    }[group]
+    }
+    return engines[group]
 
 
 def has_window(model: str) -> bool:

@@ -92,17 +92,10 @@ def compared(model: Path, gsm8k: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def cut_off(command: list[str], answers: Path) -> None:
     """Kill a run, with its engine, as soon as it has kept its first answers."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 600
     while not (answers.exists() and answers.stat().st_size):
-        assert process.poll() is None, "it ended before it was cut off"
+        assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)

@@ -61,13 +61,16 @@ def load_tasks(manager: Any, choices: Sequence[TaskChoice]) -> dict[str, Any]:
                 f"lm_eval knows no task {choice.name!r}{also}: change --tasks, or name its folder by --include-path."
             )
         try:
-            loaded |= manager.load([choice.spec])["tasks"]
+            found = manager.load([choice.name])["tasks"]
         except Exception as error:  # whatever a task's own code or its data set raises
             said = " ".join(str(error).split())[:300]
             raise AccuracyError(
                 f"task {choice.name} could not be loaded ({type(error).__name__}: {said}): see to its data, or leave "
                 "it out of --tasks."
             ) from error
+        for task in found.values() if choice.num_fewshot is not None else ():
+            task.set_config(key="num_fewshot", value=choice.num_fewshot)
+        loaded |= found
     return loaded
 
 

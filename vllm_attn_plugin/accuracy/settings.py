@@ -38,11 +38,6 @@ class TaskChoice:
     limit: int | None = None
     num_fewshot: int | None = None
 
-    @property
-    def spec(self) -> str | dict[str, Any]:
-        """What lm_eval's task manager is asked for."""
-        return self.name if self.num_fewshot is None else {"task": self.name, "num_fewshot": self.num_fewshot}
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -61,11 +61,6 @@ class TestOptions:
     def test_tasks_may_be_a_plain_list(self):
         assert [task.name for task in task_choices(None, {"tasks": ["a", "b"]}, None, None)] == ["a", "b"]
 
-    def test_examples_are_handed_to_lm_eval_with_the_task(self):
-        (plain, shown) = (*task_choices("a", {}, None, None), *task_choices("a", {}, None, 5))
-        assert plain.spec == "a"
-        assert shown.spec == {"task": "a", "num_fewshot": 5}
-
     def test_baseline_on_a_cpu(self, monkeypatch):
         import torch
 

@@ -127,7 +127,7 @@ class TestAnswers:
         candidate = self.answers("1", log_likelihoods=(-2.5, -2.0), characters=(4, 4), is_generated=False)
         agreement = verdict(baseline, candidate).agreements[0]
         assert (agreement.compared, agreement.largest, agreement.mean) == (2, 1.5, 0.75)
-        assert "the largest gap of log-likelihoods is 1.5 (0.002 allowed)" in agreement.faults
+        assert "the largest gap of log-likelihoods is 1.5 (0.001 allowed)" in agreement.faults
 
     def test_gap_of_a_long_text_counts_by_the_root_of_its_tokens(self):
         baseline = self.answers("a", log_likelihoods=(-900.0,), characters=(3600,))
@@ -138,9 +138,9 @@ class TestAnswers:
 
     def test_a_small_gap_everywhere_fails_by_the_mean(self):
         baseline = self.answers("a" * 50, log_likelihoods=(-1.0,))
-        candidate = self.answers("a" * 50, log_likelihoods=(-1.001,))
+        candidate = self.answers("a" * 50, log_likelihoods=(-1.0005,))
         faults = verdict(baseline, candidate).faults
-        assert faults == ["t: the mean gap of log-likelihoods is 0.001 (0.0005 allowed)"]
+        assert faults == ["t: the mean gap of log-likelihoods is 0.0005 (0.0002 allowed)"]
 
     @pytest.mark.parametrize("place", [0, 2])
     def test_likelihood_that_is_no_number_fails_wherever_it_stands(self, place):
