@@ -26,8 +26,8 @@ class Chosen:
     aggregations: dict[str, dict[str, Aggregation]]
 
 
-def task_manager(include_paths: Sequence[str]) -> Any:
-    """lm_eval's own tasks, and those of more folders.
+def task_manager(include_paths: Sequence[str], choices: Sequence[TaskChoice]) -> Any:
+    """The tasks of folders and lm_eval's own; the latter only if they are asked for, since finding them takes long.
 
     Raises:
         AccuracyError: lm_eval is not installed, or a folder is not there.
@@ -43,6 +43,10 @@ def task_manager(include_paths: Sequence[str]) -> Any:
     for path in include_paths:
         if not Path(path).is_dir():
             raise AccuracyError(f"--include-path {path} is no folder: name one that holds task files.")
+    if include_paths:
+        own = TaskManager(include_path=list(include_paths), include_defaults=False)
+        if all(choice.name in own.all_tasks for choice in choices):
+            return own
     return TaskManager(include_path=list(include_paths) or None)
 
 
@@ -80,7 +84,7 @@ def choose_items(settings: Settings) -> Chosen:
     Raises:
         AccuracyError: see `load_tasks`, or a task has no item.
     """
-    manager = task_manager(settings.include_paths)
+    manager = task_manager(settings.include_paths, settings.tasks)
     ids: dict[str, list[int]] = {}
     aggregations: dict[str, dict[str, Aggregation]] = {}
     for choice in settings.tasks:

@@ -66,7 +66,7 @@ def ask(job: Job, lm: "RecordedLM") -> dict[str, list[dict[str, Any]]]:
     """Run lm_eval over the job's items; the samples of each task."""
     from lm_eval import simple_evaluate
 
-    manager = task_manager(job.include_paths)
+    manager = task_manager(job.include_paths, job.choices)
     tasks = list(load_tasks(manager, job.choices).values())
     for task in tasks:
         # lm_eval makes scores of the samples too, and one that is too large for a number would end the run.

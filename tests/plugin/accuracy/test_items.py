@@ -56,9 +56,14 @@ def test_a_smaller_limit_draws_a_part_of_what_a_larger_draws():
 
 
 def test_examples_of_a_choice_are_the_tasks(folder):
-    manager = task_manager([folder])
+    manager = task_manager([folder], [TaskChoice("kept")])
     assert load_tasks(manager, [TaskChoice("kept", num_fewshot=3)])["kept"].get_config("num_fewshot") == 3
     assert load_tasks(manager, [TaskChoice("kept")])["kept"].get_config("num_fewshot") is None
+
+
+def test_tasks_of_lm_eval_are_looked_for_only_where_one_is_named(folder):
+    assert set(task_manager([folder], [TaskChoice("kept")]).all_tasks) == {"kept", "lost"}
+    assert {"kept", "gsm8k"} < set(task_manager([folder], [TaskChoice("kept"), TaskChoice("gsm8k")]).all_tasks)
 
 
 def test_task_that_is_not_known_is_named_with_what_is_near(folder):
