@@ -57,17 +57,18 @@ def accuracy(
     Both answer the same items; a run that was cut off goes on where it stopped when it is started again.
     """
     file = read_config(config)
-    shared = {**file.get("engine_args", {}), **engine_arguments("--engine-args", engine_args)}
-    shared |= {"dtype": dtype} if dtype else {}
-    sides = {
-        "baseline": Side(
-            baseline or default_baseline(), baseline_url, shared | engine_arguments("--baseline-args", baseline_args)
-        ),
-        "candidate": Side(candidate, candidate_url, shared | engine_arguments("--candidate-args", candidate_args)),
-    }
+    arguments = {**file.get("engine_args", {}), **engine_arguments("--engine-args", engine_args)}
+    arguments |= {"dtype": dtype} if dtype else {}
+    theirs, ours = (
+        {**arguments, **engine_arguments(option, text)}
+        for option, text in (("--baseline-args", baseline_args), ("--candidate-args", candidate_args))
+    )
     settings = Settings(
         model=model,
-        sides=sides,
+        sides={
+            "baseline": Side(baseline or default_baseline(), baseline_url, theirs),
+            "candidate": Side(candidate, candidate_url, ours),
+        },
         tasks=task_choices(tasks, file, limit, num_fewshot),
         tokenizer=tokenizer,
         include_paths=tuple(str(Path(path).resolve()) for path in include_path or ()),

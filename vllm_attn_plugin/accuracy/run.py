@@ -49,6 +49,7 @@ def run(settings: Settings, folder: Path, command: str, baseline_from: Path | No
     Raises:
         AccuracyError: it came to no verdict; the message says why.
     """
+    thresholds_for("").with_changes(settings.thresholds)  # a mistake in them is said before engines run for an hour
     if (folder / JSON_REPORT).exists():
         for name in (*SIDES, JSON_REPORT, TEXT_REPORT):
             if baseline_from is not None and name == SIDES[0] and baseline_from.resolve() == folder.resolve():
