@@ -16,6 +16,7 @@ from ci.accuracy.faults.catalogue import FAULTS
 from ci.accuracy.faults.hook import VARIABLE
 from ci.gpu import accuracy as gpu
 from ci.gpu.logprobs import Row, Served
+from ci.gpu.shapes import SHAPES
 
 
 @pytest.fixture
@@ -203,13 +204,18 @@ class TestGpu:
 
     def test_a_fault_must_be_apart_and_a_sound_run_must_not(self):
         near = Row(**(asdict(self.judged) | {"outcome": "passed"}))
-        assert [gpu.row_of(f, j).outcome for f, j in (("scale", self.judged), ("scale", near))] == ["passed", "failed"]
-        assert [gpu.row_of(gpu.SOUND, j).outcome for j in (self.judged, near)] == ["failed", "passed"]
+        assert [gpu.row_of("c", f, j).outcome for f, j in (("scale", self.judged), ("scale", near))] == [
+            "passed",
+            "failed",
+        ]
+        assert [gpu.row_of("c", gpu.SOUND, j).outcome for j in (self.judged, near)] == ["failed", "passed"]
 
-    def test_faults_of_the_shape_need_neither_drafts_nor_a_window(self):
-        names = gpu.faults_of_shape()
-        assert "dirty-counters" in names
-        assert not {"window", "draft-mask", "table-by-tokens"} & set(names)
+    def test_every_fault_has_a_case_on_which_it_can_act(self):
+        tried = {fault: case for case in gpu.CASES.values() for fault in gpu.faults_of(case)}
+        assert set(tried) == {gpu.SOUND, *FAULTS}
+        assert tried["dirty-counters"] == "llama-3-8b"
+        assert "sliding_window" in SHAPES[tried["window"]]
+        assert "speculative_config" in gpu.logprobs.CASES[tried["draft-mask"]].engine
 
     def test_fault_is_in_the_environment_of_its_engines_alone(self):
         before = dict(os.environ)
@@ -225,13 +231,24 @@ class TestGpu:
         served = []
 
         def serve(name, backend, gpus, logs, resume):
-            served.append((backend, os.environ.get(VARIABLE)))
+            served.append((backend, os.environ.get(VARIABLE), name))
             return Served({}, [], "")
 
         monkeypatch.setattr(gpu.logprobs, "serve", serve)
         monkeypatch.setattr(gpu.logprobs, "judge", lambda *a: self.judged)
         options = gpu.parse(["--logs", str(tmp_path), "--faults", gpu.SOUND, "scale"])
         rows = []
-        gpu.compare_shape(options, type("R", (), {"add": lambda self, row: rows.append(row)})())
-        assert served == [("FLASH_ATTN", None), ("FLASHINFER", None), ("CUSTOM", None), ("CUSTOM", "scale")]
-        assert [(row.fault, row.outcome) for row in rows] == [(gpu.SOUND, "failed"), ("scale", "passed")]
+        record = type("R", (), {"add": lambda self, row: rows.append(row)})()
+        for case in gpu.CASES.values():
+            gpu.compare_case(case, options, record)
+        served = [one for one in served if one[2] == "llama-3-8b"]
+        assert [(backend, fault) for backend, fault, _ in served] == [
+            ("FLASH_ATTN", None),
+            ("FLASHINFER", None),
+            ("CUSTOM", None),
+            ("CUSTOM", "scale"),
+        ]
+        assert [(row.fault, row.outcome) for row in rows if row.case == "llama-3-8b"] == [
+            (gpu.SOUND, "failed"),
+            ("scale", "passed"),
+        ]

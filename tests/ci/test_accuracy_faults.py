@@ -129,6 +129,7 @@ class TestOnGpus:
     def test_moved_counters_lie_on_dirty_memory(self):
         kernel = self.Kernel()
         moved_counters(kernel)
+        moved_counters(kernel)  # as in each further call, which finds them where they are
         assert kernel._workspace.numel() == 32 << 20
         assert kernel.zeroed_memory()["counters"].count_nonzero() > 0
 
