@@ -48,9 +48,10 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = f"    train: {folder / 'train.jsonl'}\n    test: {folder / 'test.jsonl'}\n"
     data = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n{files}"
     assert rest
-    (folder / "gsm8k_local.yaml").write_text(
-        head.replace("task: gsm8k\n", "task: gsm8k_local\n").replace("tag:\n  - math_word_problems\n", "") + data + rest
-    )
+    head = head.replace("task: gsm8k\n", "task: gsm8k_local\n").replace("tag:\n  - math_word_problems\n", "")
+    # Nonsense seldom ends by itself.
+    rest = rest.replace("generation_kwargs:\n", "generation_kwargs:\n  max_gen_toks: 24\n")
+    (folder / "gsm8k_local.yaml").write_text(head + data + rest)
     return folder
 
 
@@ -93,13 +94,15 @@ def compared(model: Path, gsm8k: Path, tmp_path_factory: pytest.TempPathFactory)
 def cut_off(command: list[str], answers: Path) -> None:
     """Kill a run, with its engine, as soon as it has kept its first answers."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 600
-    while not (answers.exists() and answers.stat().st_size):
-        assert process.poll() is None, process.communicate()[1].decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=120)[1]
+    try:
+        deadline = time.monotonic() + 1200
+        while not (answers.exists() and answers.stat().st_size):
+            assert process.poll() is None, process.communicate()[1].decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 130
     assert said.decode().endswith("interrupted; the same command goes on where it stopped\n")
 

@@ -24,6 +24,9 @@ from vllm_attn_plugin.accuracy.settings import OUR_BACKEND
 
 KERNEL_LINE = "Attention kernels:"
 ERROR_LINE = re.compile(r"\b(\w*Error|\w*Exception|Killed|out of memory)\b", re.IGNORECASE)
+# A traceback's last line names what happened; an engine's parent then says only that it failed, and pydantic says where
+# to read more.
+BARE_LINE = re.compile(r"Engine core initialization failed|EngineDeadError|For further information visit")
 RUNNING = re.compile(r"Running: (\d+) reqs")
 
 
@@ -207,8 +210,7 @@ def log_lines(text: str) -> list[str]:
 def _failure(job: Job, log: Path, said_before: int, what: str) -> str:
     lines = log_lines(log.read_bytes()[said_before:].decode(errors="replace"))
     errors = [line for line in lines if ERROR_LINE.search(line)]
-    # A traceback's last line names what happened; an engine's parent then says only that it failed.
-    telling = [line for line in errors if not re.search(r"Engine core initialization failed|EngineDeadError", line)]
+    telling = [line for line in errors if not BARE_LINE.search(line)]
     said = (telling or errors or lines or ["nothing"])[-1].strip()[:400]
     where = f"--{job.side}-url {job.url}" if job.url else f"{job.model} with {job.backend}"
     return f"the {job.side}, {where}, {what}; its last words: {said} (the whole log is {log})."

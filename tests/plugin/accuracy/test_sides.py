@@ -72,6 +72,7 @@ class TestAnswer:
     def test_failure_says_status_last_words_and_log(self, worker, tmp_path):
         worker(
             "print('ValueError: no such model here')\n"
+            "print('    For further information visit https://errors.pydantic.dev/2/v/value_error')\n"
             "print('RuntimeError: Engine core initialization failed.')\n"
             "sys.exit(3)"
         )
