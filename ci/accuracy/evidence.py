@@ -25,7 +25,7 @@ from ci.console import UserError, run_main, say
 from ci.device import DEVICES, detect_device
 from ci.machine import keep, provenance, this_machine
 from ci.models import RECIPES, cache_dir
-from vllm_attn_plugin.accuracy.compare import Verdict, compare
+from vllm_attn_plugin.accuracy.compare import Verdict, compare, named_numbers
 from vllm_attn_plugin.accuracy.items import choose_items
 from vllm_attn_plugin.accuracy.thresholds import EXACT, ROUNDED, Thresholds
 
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def document_of(options: argparse.Namespace, rows: list[Row], wanted: int, arguments: Sequence[str]) -> dict[str, Any]:
     """The result file."""
-    command = shlex.join(["python", "-m", "ci.accuracy.evidence", *arguments])
+    words = [word for word in arguments if word != "--judge"]  # what makes the answers, too
+    command = shlex.join(["python", "-m", "ci.accuracy.evidence", *words])
     return {
         **provenance(this_machine(options.device), command),
         "device": options.device,
@@ -168,7 +169,8 @@ def sizes_of(found: Verdict) -> Row:
         }
         for one in found.agreements
     }
-    return {"scores": scores, "answers": answers}
+    sizes: Row = named_numbers({"scores": scores, "answers": answers})
+    return sizes
 
 
 if __name__ == "__main__":

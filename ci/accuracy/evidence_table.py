@@ -67,7 +67,7 @@ def fallen(rows: list[Row]) -> str:
     found: dict[str, tuple[float, float]] = {}
     for name in rows[0]["scores"]:
         values = [row["scores"].get(name) for row in rows]
-        if "perplexity" in name or any(value is None for value in values):
+        if "perplexity" in name or any(value is None or "nan" in value for value in values):
             continue
         one, other = (sum(value[side] for value in values) / len(values) for side in (0, 1))
         found[name] = (one, other)
@@ -89,7 +89,7 @@ def gap(rows: list[Row]) -> str:
     found = [one["largest"] for row in rows for one in row["answers"].values() if one["largest"] is not None]
     if not found:
         return ""
-    if any(value != value for value in found):  # noqa: PLR0124  a NaN
+    if any(isinstance(value, str) for value in found):  # "nan"
         return "log-likelihoods that are no numbers"
     return f"log-likelihoods apart by {max(found):.2g} at most"
 

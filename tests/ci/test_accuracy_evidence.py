@@ -153,7 +153,7 @@ class TestTable:
 
     def test_numbers_that_are_none_and_engines_that_stopped(self):
         nan = self.row("kv-dtype", "fail")
-        nan["answers"]["t"]["largest"] = float("nan")
+        nan["answers"]["t"]["largest"] = "nan"
         stopped = {"model": "gemma", "seed": 2, "what": "kv-dtype", "drafts": False, "verdict": "fail"}
         table = table_of(self.document(nan, stopped))
         assert "log-likelihoods that are no numbers; 1 engines stopped" in table

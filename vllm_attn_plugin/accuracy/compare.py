@@ -87,13 +87,25 @@ class Verdict:
     def document(self) -> dict[str, Any]:
         """As JSON holds it."""
         scores = [asdict(score) | {"difference": score.estimate.difference} for score in self.scores]
-        return {
-            "passed": self.passed,
-            "faults": self.faults,
-            "thresholds": asdict(self.thresholds),
-            "scores": scores,
-            "agreements": [asdict(agreement) for agreement in self.agreements],
-        }
+        found: dict[str, Any] = named_numbers(
+            {
+                "passed": self.passed,
+                "faults": self.faults,
+                "thresholds": asdict(self.thresholds),
+                "scores": scores,
+                "agreements": [asdict(agreement) for agreement in self.agreements],
+            }
+        )
+        return found
+
+
+def named_numbers(document: Any) -> Any:
+    """A document with "nan" and "inf" in the place of what JSON has no number for."""
+    if isinstance(document, dict):
+        return {key: named_numbers(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [named_numbers(value) for value in document]
+    return str(document) if isinstance(document, float) and not math.isfinite(document) else document
 
 
 def _also(name: str) -> str:

@@ -1,5 +1,6 @@
 """The verdict: samples in, faults out."""
 
+import json
 import math
 import random
 
@@ -155,6 +156,15 @@ class TestAnswers:
         agreement = verdict(bare, bare).agreements[0]
         assert (agreement.compared, agreement.mean, agreement.largest) == (0, None, None)
         assert verdict(bare, bare).passed
+
+
+def test_document_is_json_for_any_reader():
+    """JSON has no NaN, which Python's own writer does not mind."""
+    candidate = [sample(0, {"acc": math.nan}, log_likelihoods=(math.nan,)), sample(1, {"acc": 2.0})]
+    document = verdict([sample(0, {"acc": 1.5}), sample(1, {"acc": 2.0})], candidate).document()
+    assert document["scores"][0]["estimate"]["candidate"] == "nan"
+    assert document["agreements"][0]["largest"] == "nan"
+    json.dumps(document, allow_nan=False)
 
 
 class TestPairs:
