@@ -17,6 +17,7 @@ from ci.accuracy.faults.hook import VARIABLE, activate, activate_from_environmen
 from ci.accuracy.faulty import environment, write_plugin
 from vllm_attn_plugin.kernels import Phase
 from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.settings import PREFIX
 
 DECODE = BatchSpec("decode", (1,) * 6, (5, 16, 17, 33, 64, 2))
 PREFILL = BatchSpec("prefill", (7, 33, 16), (7, 60, 16))
@@ -171,6 +172,9 @@ class TestIntoAnEngine:
             check=True,
         )
         assert done.stdout.strip().endswith("the scale is applied twice")
+
+    def test_the_variable_is_none_that_this_packages_settings_would_refuse(self):
+        assert not VARIABLE.startswith(PREFIX)
 
     def test_without_the_variable_nothing_is_wrapped(self, monkeypatch):
         monkeypatch.delenv(VARIABLE, raising=False)

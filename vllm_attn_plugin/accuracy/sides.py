@@ -23,10 +23,11 @@ from vllm_attn_plugin.accuracy.progress import Progress
 from vllm_attn_plugin.accuracy.settings import OUR_BACKEND
 
 KERNEL_LINE = "Attention kernels:"
-ERROR_LINE = re.compile(r"\b(\w*Error|\w*Exception|Killed|out of memory)\b", re.IGNORECASE)
-# A traceback's last line names what happened; an engine's parent then says only that it failed, and pydantic says where
-# to read more.
-BARE_LINE = re.compile(r"Engine core initialization failed|EngineDeadError|For further information visit")
+# What ends a traceback: an exception and what it says. pydantic puts what it says on a line of its own.
+EXCEPTION = re.compile(r"(?:^|\s)((?:[\w.]+(?:Error|Exception)|Value error)[:,] \S.*)")
+ERROR_LINE = re.compile(r"\b(\w*error|\w*exception|killed|out of memory)\b", re.IGNORECASE)
+# An engine's parent says only that it failed.
+BARE_LINE = re.compile(r"Engine core initialization failed|EngineDeadError")
 RUNNING = re.compile(r"Running: (\d+) reqs")
 
 
@@ -209,9 +210,9 @@ def log_lines(text: str) -> list[str]:
 
 def _failure(job: Job, log: Path, said_before: int, what: str) -> str:
     lines = log_lines(log.read_bytes()[said_before:].decode(errors="replace"))
+    named = [found[1] for line in lines if (found := EXCEPTION.search(line)) and not BARE_LINE.search(line)]
     errors = [line for line in lines if ERROR_LINE.search(line)]
-    telling = [line for line in errors if not BARE_LINE.search(line)]
-    said = (telling or errors or lines or ["nothing"])[-1].strip()[:400]
+    said = (named or errors or lines or ["nothing"])[-1].strip()[:400]
     where = f"--{job.side}-url {job.url}" if job.url else f"{job.model} with {job.backend}"
     return f"the {job.side}, {where}, {what}; its last words: {said} (the whole log is {log})."
 

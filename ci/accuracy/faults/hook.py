@@ -9,7 +9,8 @@ from typing import Any
 
 from ci.accuracy.faults.catalogue import FAULTS, Call, Fault
 
-VARIABLE = "VLLM_ATTN_PLUGIN_TEST_FAULT"
+# Not with the prefix of this package's settings, which refuse what they do not know.
+VARIABLE = "ATTN_SEEDED_FAULT"
 
 
 class _Hook:

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -72,7 +73,7 @@ class TestAnswer:
     def test_failure_says_status_last_words_and_log(self, worker, tmp_path):
         worker(
             "print('ValueError: no such model here')\n"
-            "print('    For further information visit https://errors.pydantic.dev/2/v/value_error')\n"
+            "print('    raise RuntimeError(')\n"
             "print('RuntimeError: Engine core initialization failed.')\n"
             "sys.exit(3)"
         )
@@ -84,6 +85,26 @@ class TestAnswer:
         )
         assert str(tmp_path / "side/log.txt") in said
         assert "\n" not in said
+
+    @pytest.mark.parametrize(
+        ("lines", "said"),
+        [
+            (
+                ["x.ValidationError: 1 error", "  Value error, bad `x`", "  see [type=value_error, y]"],
+                "Value error, bad `x`",
+            ),
+            (
+                ["(Worker pid=1) ERROR [a.py:3] x.SettingsError: no setting", "    raise E("],
+                "x.SettingsError: no setting",
+            ),
+            (["Killed"], "Killed"),
+            (["fine", "all the same"], "all the same"),
+        ],
+    )
+    def test_last_words_tell(self, lines, said, worker, tmp_path):
+        worker(f"[print(line) for line in {lines!r}]; sys.exit(1)")
+        with pytest.raises(AccuracyError, match=re.escape(f"its last words: {said} (the whole")):
+            answer(job(), tmp_path / "side", 60)
 
     def test_words_of_an_earlier_failure_are_not_repeated(self, worker, tmp_path):
         worker("print('ValueError: first'); sys.exit(1)")
@@ -131,6 +152,8 @@ class TestJob:
     def test_variables_of_ours_do_not_touch_a_baseline(self, monkeypatch):
         before = environment_of("model", "CPU_ATTN")
         monkeypatch.setenv("VLLM_ATTN_PLUGIN_DECODE", "reference")
+        assert environment_of("model", "CPU_ATTN") == before
+        monkeypatch.setenv("PYTHONPATH", "/elsewhere")
         assert environment_of("model", "CPU_ATTN") == before
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "77")
         assert environment_of("model", "CPU_ATTN") != before
