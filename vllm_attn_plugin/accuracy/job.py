@@ -12,8 +12,8 @@ from typing import Any
 from vllm_attn_plugin.accuracy.settings import OUR_BACKEND, Settings, Side, TaskChoice
 
 PACKAGES = ("vllm", "torch", "lm_eval", "vllm-attn-plugin", "flashinfer-python", "triton", "transformers", "scipy")
-# Environment variables that change what an engine computes, and those of them that change what ours alone does: its own,
-# and where Python finds code before what is installed.
+# Environment variables that change what an engine computes, and those of them that change what ours alone does: its
+# own, and where Python finds code before what is installed.
 VARIABLES = ("VLLM_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
 OUR_VARIABLES = ("VLLM_ATTN_PLUGIN_", "PYTHONPATH")
 
