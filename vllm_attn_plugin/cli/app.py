@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_attn_plugin.accuracy.command import accuracy
 from vllm_attn_plugin.cli.doctor import doctor
 from vllm_attn_plugin.cli.explain import explain
 from vllm_attn_plugin.cli.options import SeveralWords
@@ -32,6 +33,7 @@ app.command()(doctor)
 app.command()(explain)
 app.command(cls=SeveralWords)(verify)
 app.command(cls=SeveralWords)(tune)
+app.command()(accuracy)
 app.command()(plot)
 app.command()(replay)
 
