@@ -25,7 +25,6 @@ from vllm_attn_plugin.metadata import PagedBatch
 CAPABILITIES = ((9, 0),)
 HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
 PAGE_SIZE_STEP = 16
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 # In a graph the parts of a request have a fixed bound, since their partial results have a fixed place: vLLM's default
 # (AttentionConfig.flash_attn_max_num_splits_for_cuda_graph). 0 lets the kernel choose.
 GRAPH_SPLITS, ANY_SPLITS = 32, 0
@@ -65,10 +64,10 @@ class VllmFA3Kernel(AttentionKernel):
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         super().__init__(phase, layer, engine)
-        self._is_fp8 = layer.kv_dtype in FP8_DTYPES
         self._most_graph_rows = max(engine.decode_graph_sizes, default=0) if phase is Phase.DECODE else 0
-        self._fp8_query = None
-        if self._is_fp8:
+        # Only an fp8 cache wants an fp8 query.
+        self._fp8_query: torch.Tensor | None = None
+        if layer.kv_dtype in FP8_DTYPES:
             width = layer.num_qo_heads * layer.head_dim
             buffer = workspaces(engine.device).reserve_fp8_query(engine.max_num_tokens * width)
             rows = buffer[: engine.max_num_tokens * width].view(layer.kv_dtype)
@@ -79,17 +78,14 @@ class VllmFA3Kernel(AttentionKernel):
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
         del phase
-        is_multiple = not layer.head_dim % HEAD_DIM_STEP and 0 < layer.head_dim <= MAX_HEAD_DIM
         found = [
             *reasons.capability(engine, CAPABILITIES),
-            *reasons.when(
-                not is_multiple, f"head_dim {layer.head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
-            ),
+            *reasons.head_dim_step(layer, HEAD_DIM_STEP, MAX_HEAD_DIM),
             *reasons.when(
                 engine.page_size % PAGE_SIZE_STEP,
                 f"page size {engine.page_size} is none that it reads, multiples of {PAGE_SIZE_STEP}",
             ),
-            *reasons.dtypes(layer, HALF_DTYPES, (torch.float8_e4m3fn,)),
+            *reasons.dtypes(layer, reasons.HALF_DTYPES, (torch.float8_e4m3fn,)),
             *reasons.alibi(layer),
         ]
         if not found and engine.toolchain.flash_attention3_problem is not None:
@@ -163,8 +159,8 @@ class VllmFA3Kernel(AttentionKernel):
 
         num_rows, scale, v_descale = plan.num_rows, self.layer.sm_scale, None
         sinks = trtllm_api.checked_sinks(self.layer, inputs)
-        if self._is_fp8:
-            q = self._quantized(q[:num_rows], inputs.q_scale)
+        if self._fp8_query is not None:
+            q = _quantized(q[:num_rows], self._fp8_query, inputs.q_scale)
             # The library's descaling factors of query and keys only ever multiply this one.
             scale *= inputs.q_scale * inputs.k_scale
             v_descale = self._v_descale(plan.batch_size, inputs)
@@ -184,14 +180,6 @@ class VllmFA3Kernel(AttentionKernel):
         if lse is not None:
             lse[:num_rows].copy_(result[1].transpose(0, 1))
 
-    def _quantized(self, q: torch.Tensor, q_scale: float) -> torch.Tensor:
-        from vllm_attn_plugin.kernels.quantize_kernel import quantize_rows
-
-        assert self._fp8_query is not None
-        quantized = self._fp8_query[: len(q)]
-        quantize_rows(q, quantized, q_scale)
-        return quantized
-
     def _v_descale(self, batch_size: int, inputs: KernelInputs) -> torch.Tensor:
         """float32 `[batch_size, num_kv_heads]`, one number by stride.
 
@@ -207,3 +195,12 @@ class VllmFA3Kernel(AttentionKernel):
                 )
             factor = self._v_scale_of_one
         return factor.view(()).expand(batch_size, self.layer.num_kv_heads)
+
+
+def _quantized(q: torch.Tensor, into: torch.Tensor, q_scale: float) -> torch.Tensor:
+    """The query in fp8, at the head of a buffer."""
+    from vllm_attn_plugin.kernels.quantize_kernel import quantize_rows
+
+    quantized = into[: len(q)]
+    quantize_rows(q, quantized, q_scale)
+    return quantized

@@ -118,12 +118,12 @@ class Sample:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.cache, self.block_tables = self._draw_pages(generator)
-        is_fp8 = layer.kv_dtype in FP8_DTYPES
+        k_scale, v_scale = (0.5, 0.25) if layer.kv_dtype in FP8_DTYPES else (1.0, 1.0)
         slopes = 2.0 ** -torch.linspace(1, 6, layer.num_qo_heads)
         self.inputs = KernelInputs(
-            k_scale=0.5 if is_fp8 else 1.0,
-            v_scale=0.25 if is_fp8 else 1.0,
-            v_scale_on_device=torch.full((), 0.25 if is_fp8 else 1.0, device=self.device),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            v_scale_on_device=torch.full((), v_scale, device=self.device),
             sinks=torch.randn(layer.num_qo_heads, generator=generator).to(self.device) if layer.has_sinks else None,
             alibi_slopes=slopes.to(self.device) if layer.has_alibi else None,
         )

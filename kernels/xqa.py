@@ -23,7 +23,6 @@ from vllm_attn_plugin.metadata.indptr import IntArray, lengths_of
 CAPABILITIES = ((9, 0), (12, 0), (12, 1))
 PAGE_SIZES = (16, 32, 64, 128)
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 MASK_WORD_BITS = 32
 
 
@@ -79,15 +78,12 @@ class XQAKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        is_multiple = not layer.head_dim % HEAD_DIM_STEP and 0 < layer.head_dim <= MAX_HEAD_DIM
         found = [
             *reasons.when(phase is not Phase.DECODE, "it only decodes"),
             *reasons.capability(engine, CAPABILITIES),
-            *reasons.when(
-                not is_multiple, f"head_dim {layer.head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
-            ),
+            *reasons.head_dim_step(layer, HEAD_DIM_STEP, MAX_HEAD_DIM),
             *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
-            *reasons.dtypes(layer, HALF_DTYPES, (torch.float8_e4m3fn,)),
+            *reasons.dtypes(layer, reasons.HALF_DTYPES, (torch.float8_e4m3fn,)),
             *reasons.soft_cap(layer),
             *reasons.alibi(layer),
         ]

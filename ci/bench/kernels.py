@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROGRAM}", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("--grid", choices=GRIDS, default="small", help="which points; default small")
+    parser.add_argument("--grid", choices=list(GRIDS), default="small", help="which points; default small")
     parser.add_argument("--only", default="", help="a regular expression: points whose name it is found in")
     parser.add_argument("--kernels", nargs="+", help="which kernels; default all, see NAMES")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile first, 0 for none; default 8")
