@@ -1,6 +1,7 @@
 """Every document: its links lead somewhere, and the files and names that it speaks of exist."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_path_in_code_exists(page: str) -> None:
     for span in spans_in(without_blocks(TEXTS[page])):
         if A_PATH.fullmatch(span) and not span.startswith("ci/results/MACHINE"):
             assert (ROOT / span).exists(), f"{page} speaks of {span}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_command_exists(page: str) -> None:
+    for module in re.findall(r"\bpython3? -m ([\w.]+)", TEXTS[page]):
+        assert find_spec(module) is not None, f"{page} runs {module}"
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    said = re.findall(r"(?:^    |`)(?:[A-Z]+=\S+ )*make ([a-z-]+)", TEXTS[page], re.MULTILINE)
+    assert set(said) <= targets, f"{page} runs make {set(said) - targets}"
 
 
 @pytest.mark.parametrize("page", TEXTS)
