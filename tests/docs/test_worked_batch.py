@@ -1,7 +1,9 @@
 """The batch of docs/architecture.md and docs/metadata.md: built, run, and compared with every number written there."""
 
 import ast
+import re
 from typing import Any
+from xml.etree.ElementTree import fromstring
 
 import pytest
 import torch
@@ -88,6 +90,17 @@ def test_fields_that_each_kernel_reads_are_those_written() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_no_number_stands_where_no_test_reads_it(page: str) -> None:
     assert loose_numbers(PAGES[page]) == []
+
+
+def test_picture_shows_this_batch(facts: dict[str, Any]) -> None:
+    drawn = fromstring((ROOT / "docs" / "images" / "batch.svg").read_text(encoding="utf-8"))
+    texts = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    stated = [part for text in texts for part in re.findall(r"(\w+) = (\d+|\[[\d, ]+\])", text)]
+    assert len(stated) == 5
+    for name, value in stated:
+        check(f"{'common' if name in ('num_reqs', 'num_actual_tokens') else 'batch'}.{name}", value, facts)
+    rows = [tuple(map(int, found)) for text in texts for found in re.findall(r"q\[(\d+):(\d+)\]", text)]
+    assert rows == [(plan.rows.start, plan.rows.stop) for plan in (facts["plans"].decode, facts["plans"].prefill)]
 
 
 def test_batch_gives_what_the_formula_gives_through_builder_and_impl() -> None:
