@@ -173,7 +173,11 @@ class AttentionKernel(ABC):
         return False
 
     def zeroed_memory(self) -> dict[str, torch.Tensor]:
-        """Memory that must be zero before each launch, by what to call it; each launch leaves it zero. uint8."""
+        """Memory that must be zero before each launch, by what to call it; each launch leaves it zero.
+
+        Returns:
+            uint8 `[num_bytes]` each, views of the workspaces.
+        """
         return {}
 
     @abstractmethod

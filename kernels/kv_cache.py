@@ -52,6 +52,9 @@ def canonical_strides(tensor: torch.Tensor) -> torch.Tensor:
 
     Such a dimension is never stepped over, so an engine may leave any stride there (one KV head, a batch of one);
     kernels that hand strides to the hardware's tensor descriptors then read wildly or refuse.
+
+    Args:
+        tensor: any shape, dtype and strides; the result is a view of it, or itself where nothing is to be changed.
     """
     strides = list(tensor.stride())
     expected = 1

@@ -33,7 +33,15 @@ def registered_kernels(own: Mapping[str, type[AttentionKernel]]) -> Kernels:
 
 
 def load_kernels(points: Iterable[EntryPoint], own: Mapping[str, type[AttentionKernel]]) -> Kernels:
-    """The kernels of some entry points; see `registered_kernels`."""
+    """The kernels of some entry points.
+
+    Args:
+        points: of the group.
+        own: see `registered_kernels`.
+
+    Raises:
+        RegisteredKernelError: see `registered_kernels`.
+    """
     found: dict[str, tuple[EntryPoint, type[AttentionKernel]]] = {}
     for point in sorted(points, key=lambda point: point.name):
         if point.name in own:

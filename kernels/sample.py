@@ -170,7 +170,7 @@ class Sample:
         return batch.list_on_device(PageListBuffers(rows, columns, self.device))
 
     def run(self, kernel_type: type[AttentionKernel]) -> torch.Tensor:
-        """A kernel's output; it was NaN before."""
+        """A kernel's output, the query's shape `[num_tokens, num_qo_heads, head_dim]` and dtype; it was NaN before."""
         kernel = kernel_type(self.lengths.phase, self.layer, self.engine)
         out = torch.full_like(self.q, float("nan"))
         kernel.run(kernel.plan(self.batch()), self.q, split_kv_cache(self.cache, self.layer.kv_dtype), out, self.inputs)
@@ -181,6 +181,12 @@ class Sample:
 
         Twice as far as the same formula in the query's dtype, and a rounding of the output. Over an fp8 cache a GPU's
         kernels may multiply in fp8, the query and the softmax's weights rounded to it.
+
+        Args:
+            out: `[num_tokens, num_qo_heads, head_dim]`, any dtype.
+
+        Returns:
+            The largest absolute error, infinity where a number is not finite, and the limit on it.
         """
         exact = self._formula(torch.float64)
         plain = _largest(self._formula(self.layer.q_dtype).to(self.layer.q_dtype).double() - exact)

@@ -14,17 +14,29 @@ SCALED_CACHES = (*FP8_DTYPES, NVFP4)
 
 
 def dense_query(q: torch.Tensor) -> torch.Tensor:
-    """The query as the kernels read it: a slice of a fused QKV output is copied, anything dense is passed on."""
+    """The query as the kernels read it: a slice of a fused QKV output is copied, anything dense is passed on.
+
+    Args:
+        q: `[num_rows, num_qo_heads, head_dim]`, any dtype and strides; the result has the strides of its shape.
+    """
     return canonical_strides(q.contiguous())
 
 
 def canonical_pages(kv_pages: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (or their block scales) with canonical strides, as the pair that FlashInfer takes; no copy."""
+    """Keys and values with canonical strides, as the pair that FlashInfer takes; no copy.
+
+    Args:
+        kv_pages: `[num_pages, num_kv_heads, page_size, head_dim]` each, or the block scales of an NVFP4 cache.
+    """
     return canonical_strides(kv_pages.k), canonical_strides(kv_pages.v)
 
 
 def dense_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Check a table or a list of lengths; made contiguous if it is not.
+
+    Args:
+        name: what an error calls it.
+        tensor: int32 of any shape: `[batch_size]`, `[batch_size + 1]` or `[batch_size, max_pages_per_request]`.
 
     Raises:
         ValueError: another dtype would be read as int32 without a conversion.

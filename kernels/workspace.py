@@ -46,7 +46,11 @@ class WorkspaceError(RuntimeError):
 
 @dataclass
 class Workspaces:
-    """The buffers of one device; each grows at start, while kernels are set up, and is fixed once one has used it."""
+    """The buffers of one device; each grows at start, while kernels are set up, and is fixed once one has used it.
+
+    Each is uint8 of one dimension, and None until a kernel reserves it. `reserve_*` raise WorkspaceError where the
+    device's memory does not suffice, with what is needed and what is free.
+    """
 
     device: torch.device
     trtllm: torch.Tensor | None = None

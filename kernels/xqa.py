@@ -169,6 +169,9 @@ def _modules(layer: LayerParams, engine: EngineParams) -> tuple[tuple[str, ...],
 def check_strides(kv_pages: KVPages) -> None:
     """Check that XQA can address the pages: it counts strides in whole heads and drops the remainder.
 
+    Args:
+        kv_pages: `[num_pages, num_kv_heads, page_size, head_dim]` each.
+
     Raises:
         ValueError: names the stride.
     """

@@ -43,6 +43,11 @@ def check_indptr(name: str, indptr: IntArray, batch_size: int) -> IntArray:
 def check_seq_lens(seq_lens: IntArray, batch_size: int, max_seq_len: int) -> None:
     """Check the KV length of every request: one a request, between 0 and `max_seq_len`.
 
+    Args:
+        seq_lens: int32 `[batch_size]`.
+        batch_size: requests.
+        max_seq_len: the most tokens of one.
+
     Raises:
         BatchError: names the first request at fault.
     """
@@ -57,6 +62,11 @@ def check_seq_lens(seq_lens: IntArray, batch_size: int, max_seq_len: int) -> Non
 
 def check_table_width(seq_lens: IntArray, table_width: int, page_size: int) -> None:
     """Check that no request needs more pages than its block table row has slots.
+
+    Args:
+        seq_lens: tokens of each request, int32 `[batch_size]`.
+        table_width: slots of a row, a page each.
+        page_size: tokens a page.
 
     Raises:
         BatchError: names the request, its pages and the width of its row.
@@ -73,6 +83,11 @@ def check_table_width(seq_lens: IntArray, table_width: int, page_size: int) -> N
 def check_page_ids(indices: IntArray, indptr: IntArray, num_pages: int) -> None:
     """Check that every listed page exists in a cache of `num_pages` pages.
 
+    Args:
+        indices: page ids, int32 `[indptr[-1]]`.
+        indptr: where each request's begin, int32 `[batch_size + 1]`.
+        num_pages: pages of the cache.
+
     Raises:
         BatchError: names the request, its page id and the number of pages.
     """
@@ -88,6 +103,11 @@ def check_page_ids(indices: IntArray, indptr: IntArray, num_pages: int) -> None:
 
 def check_last_page_lens(last_page_lens: IntArray, page_counts: IntArray, page_size: int) -> None:
     """Check that the last page of every non-empty request holds 1 to `page_size` tokens (a full page is never 0).
+
+    Args:
+        last_page_lens: tokens in each request's last page, int32 `[batch_size]`.
+        page_counts: pages of each request, int32 `[batch_size]`.
+        page_size: tokens a page.
 
     Raises:
         BatchError: names the first request at fault.
@@ -113,6 +133,11 @@ def check_page_size(page_size: int) -> None:
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, shape: list[int]) -> None:
     """Check dtype, device and shape of one tensor of a batch.
+
+    Args:
+        name: what the error calls it.
+        tensor: what is checked.
+        dtype, device, shape: what it must be; of the device the type alone.
 
     Raises:
         BatchError: names the tensor, what was expected and what it is.

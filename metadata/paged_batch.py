@@ -99,17 +99,17 @@ class PagedBatch:
 
     @property
     def paged_kv_indptr_cpu(self) -> torch.Tensor:
-        """See the class."""
+        """See the class: int32 `[batch_size + 1]`, on the host."""
         return self._lists.indptr
 
     @property
     def paged_kv_last_page_len_cpu(self) -> torch.Tensor:
-        """See the class."""
+        """See the class: int32 `[batch_size]`, on the host."""
         return self._lists.last_page_lens
 
     @property
     def first_key_cpu(self) -> torch.Tensor:
-        """See the class."""
+        """See the class: int32 `[batch_size]`, on the host."""
         return self._lists.first_keys
 
     @cached_property

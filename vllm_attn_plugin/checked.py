@@ -120,7 +120,7 @@ class CheckedImpl(AttnPluginImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the step's keys and values into slots that exist, each once.
+        """See `AttnPluginImpl.do_kv_cache_update`: into slots that exist, each once.
 
         Raises:
             CheckError: a slot does not exist or is written twice, or a scale is not finite.

@@ -152,7 +152,17 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the step's keys and values; a profile run has no cache to write to."""
+        """Write the step's keys and values; a profile run has no cache to write to.
+
+        Args:
+            layer: vLLM's attention layer, for its scales.
+            key, value: `[num_tokens or more, num_kv_heads, head_size]`, the model's dtype.
+            kv_cache: written, see `forward`.
+            slot_mapping: int64 `[num_tokens]`; slot `page * page_size + offset`, -1 for a token not to be written.
+
+        Raises:
+            ValueError: a slot lies outside the cache (on a CPU), or the cache is none that a kernel could read.
+        """
         if kv_cache.numel() == 0:
             return
         if self.params.kv_dtype == NVFP4:

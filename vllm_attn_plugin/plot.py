@@ -60,7 +60,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def figures_of(document: dict[str, Any], file: Path) -> "dict[str, Figure]":
-    """The charts of a result, by a name that tells them apart."""
+    """The charts of a result, by a name that tells them apart.
+
+    Raises:
+        PlotError: matplotlib is not installed, or the file holds nothing to draw.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -165,7 +165,11 @@ def sound_requests(step: Step, at_fault: set[int | None]) -> Sound | None:
 
 
 def run_layer(record: BatchRecord, layer: LayerParams, sound: Sound, kernel: str, seed: int) -> list[Ran]:
-    """Run one kind of layer over the sound requests, both phases."""
+    """Run one kind of layer over the sound requests, both phases.
+
+    Raises:
+        ReplayError: the reference does not serve such layers, or the kernel needs a GPU and there is none.
+    """
     against = ReferenceKernel.reasons_against(Phase.PREFILL, layer, _engine(record, sound, torch.device("cpu")))
     if against:
         raise ReplayError(f"replay needs layers that the reference serves, and it refuses these: {', '.join(against)}.")

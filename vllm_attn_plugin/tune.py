@@ -147,7 +147,11 @@ def run(asked: Asked) -> Iterator[Written]:
 
 
 def configurations(options: Asked) -> Iterator[Configuration]:
-    """Every combination of what is asked for."""
+    """Every combination of what is asked for.
+
+    Raises:
+        TuneError: heads that are no pair, or a dtype that torch does not know.
+    """
     for heads in options.heads:
         q_heads, _, kv_heads = heads.partition("/")
         is_pair = q_heads.isdigit() and kv_heads.isdigit() and int(kv_heads) > 0
