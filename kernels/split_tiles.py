@@ -1,0 +1,123 @@
+"""How the split decode kernel cuts its work: sizes by what a layer is, and the memory that those sizes take."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_attn_plugin.kernels.interface import LayerParams
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES
+
+# The least rows that a matrix product takes; rows are query heads of a group times query tokens.
+MIN_ROWS, MAX_ROWS = 16, 128
+FLOAT_BYTES = 4
+# Room for one count a program, whatever their number: layers that differ in it share the buffer.
+ARRIVAL_BYTES = 64 * 1024
+MAX_PROGRAMS = ARRIVAL_BYTES // FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a layer's work is cut.
+
+    Attributes:
+        block_n: keys a turn of the loop.
+        num_warps: warps a program.
+        num_stages: turns whose keys are on their way at once, and the one computed.
+        programs_per_sm: programs a multiprocessor; more than fit there would wait for the first to end.
+        min_blocks: a program takes at least so many blocks.
+        max_parts: a tile is cut into about so many parts at most: one program merges them all.
+        is_dependent: whether a launch may begin before the one before it in the stream has ended (SM90 and newer). It
+            reads the batch's lengths before that one's end, which must not write them.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_blocks: int = 1
+    max_parts: int = 64
+    is_dependent: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What is fixed for a layer: its parameters, the tiles, and how many programs are launched."""
+
+    layer: LayerParams
+    tiles: Tiles
+    num_programs: int
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The batch of one step.
+
+    Attributes:
+        seq_lens: int32 `[batch_size]`.
+        qo_indptr: int32 `[batch_size + 1]`.
+        block_tables: int32 `[batch_size, max_pages_per_request]`, any row stride.
+        q_len: the longest query.
+        causal: whether a query sees only keys up to its own position.
+    """
+
+    seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor
+    block_tables: torch.Tensor
+    q_len: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class DecodeMemory:
+    """Where parts of tiles wait to be merged.
+
+    Attributes:
+        arrivals: int32 `[programs or more]`, zero between launches.
+        part_stats: float32, maximum and denominator of each row of each part.
+        parts: float32, the sums of values.
+    """
+
+    arrivals: torch.Tensor
+    part_stats: torch.Tensor
+    parts: torch.Tensor
+
+
+def block_rows(group: int, q_len: int) -> int:
+    """Rows of a tile for `q_len` query tokens: a power of two."""
+    return max(MIN_ROWS, _power_of_two(group * q_len))
+
+
+def choose_tiles(layer: LayerParams, page_size: int, rows: int) -> Tiles:
+    """The tiles of a layer, not measured yet but sized to what a multiprocessor holds.
+
+    Args:
+        layer: its parameters.
+        page_size: tokens a page; a block within one page needs one lookup.
+        rows: of a tile, see `block_rows`.
+    """
+    del page_size
+    lanes = _power_of_two(layer.head_dim)
+    is_fp8 = layer.kv_dtype in FP8_DTYPES
+    # About 32 KiB of keys and values a turn in bf16.
+    block_n = 64 if lanes <= 128 else 32
+    num_warps = 4 if rows * lanes <= 64 * 128 else 8
+    return Tiles(block_n=block_n, num_warps=num_warps, num_stages=3 if not is_fp8 else 4, programs_per_sm=2)
+
+
+def workspace_bytes(num_programs: int, rows: int, head_dim: int) -> int:
+    """Bytes of arrivals, of maxima and denominators, and of sums; two parts a program."""
+    return ARRIVAL_BYTES + 2 * num_programs * rows * (_power_of_two(head_dim) + 2) * FLOAT_BYTES
+
+
+def cut_memory(buffer: torch.Tensor, num_programs: int, rows: int) -> DecodeMemory:
+    """Views of a uint8 buffer of at least `workspace_bytes`."""
+    stats_end = ARRIVAL_BYTES + 2 * num_programs * rows * 2 * FLOAT_BYTES
+    return DecodeMemory(
+        arrivals=buffer[:ARRIVAL_BYTES].view(torch.int32),
+        part_stats=buffer[ARRIVAL_BYTES:stats_end].view(torch.float32),
+        parts=buffer[stats_end:].view(torch.float32),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
