@@ -24,6 +24,8 @@ from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.split_tiles import DecodeMemory, DecodeShape, DecodeStep, block_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MAX_FLOAT16 = tl.constexpr(65504.0)
+FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Sizes that batches are rounded up to, so that few kernels are compiled.
 BATCH_LANES = (32, 256)
 
@@ -109,9 +111,12 @@ def _page_ids(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(  # type: ignore[no-untyped-def]
-    logits, top, denominator, is_seen, scale, soft_cap, has_soft_cap: tl.constexpr
+    logits, top, denominators, is_seen, scale, soft_cap, has_soft_cap: tl.constexpr
 ):
-    """One block's softmax weights, and what the results so far are to be multiplied by; logits are in powers of 2."""
+    """One block's softmax weights, and what the results so far are to be multiplied by; logits are in powers of 2.
+
+    The denominator is a sum for each place in a block: adding those up takes all warps, and waits until the end.
+    """
     if has_soft_cap:
         # The hyperbolic tangent, and infinity is no exception: 1 - 2 / (e^2x + 1).
         capped = 1.0 - 2.0 / (tl.exp2(logits * (scale * 2.0 / soft_cap)) + 1.0)
@@ -124,7 +129,78 @@ def _weights(  # type: ignore[no-untyped-def]
     safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(logits - safe_top[:, None])
     factor = tl.exp2(top - safe_top)
-    return weights, factor, new_top, denominator * factor + tl.sum(weights, 1)
+    return weights, factor, new_top, denominators * factor[:, None] + weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fp8_pairs(words, fp8: tl.constexpr, has_ptx: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The even and the odd numbers of words of two fp8 numbers, exactly, as float16.
+
+    Taken as words they can be transposed on their way from shared memory, which bytes cannot. The compiler converts
+    each number on its own, so that on a GPU two words at a time are taken apart here.
+    """
+    if fp8 == "e5m2":  # the upper half of a float16
+        if has_ptx:
+            even, odd = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
+                "=r,=r,r",
+                [words],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            even, odd = (words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True)
+    elif has_ptx:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return even, odd
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _query_pairs(words, dtype: tl.constexpr, has_ptx: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The even and the odd numbers of words of two numbers of a query, as float16, saturated."""
+    if dtype == tl.float16:
+        even = words.to(tl.int16).to(tl.float16, bitcast=True)
+        odd = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    elif has_ptx:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 first, second;
+            shl.b32 first, $2, 16;
+            shl.b32 second, $3, 16;
+            cvt.rn.satfinite.f16x2.f32 $0, second, first;
+            and.b32 first, $2, 0xffff0000;
+            and.b32 second, $3, 0xffff0000;
+            cvt.rn.satfinite.f16x2.f32 $1, second, first;
+            }""",
+            "=r,=r,r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even, odd = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        even = tl.clamp(even, -MAX_FLOAT16, MAX_FLOAT16).to(tl.float16)
+        odd = tl.clamp(odd, -MAX_FLOAT16, MAX_FLOAT16).to(tl.float16)
+    return even, odd
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -234,11 +310,13 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     is_causal: tl.constexpr,
     has_window: tl.constexpr,
     has_soft_cap: tl.constexpr,
+    fp8: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     lanes: tl.constexpr,
     batch_lanes: tl.constexpr,
     num_stages: tl.constexpr,
+    has_ptx: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     """Attention of one layer; see the module, and `split_decode` for the arguments."""
@@ -261,11 +339,13 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     # What is needed of the first tile once all is done, if it began before this program.
     rest_place, rest_count, rest_start, rest_len, rest_head = start - block, count, q_start, q_len, head
     began = block
-    row, lane, key = tl.arange(0, block_m), tl.arange(0, lanes), tl.arange(0, block_n)
-    in_head = lane < head_dim
-    total = tl.zeros([block_m, lanes], tl.float32)
+    # Over an fp8 cache two numbers are one word: 16 bits of keys and values, 32 of the query.
+    words: tl.constexpr = lanes if fp8 is None else lanes // 2
+    row, word, key = tl.arange(0, block_m), tl.arange(0, words), tl.arange(0, block_n)
+    total = tl.zeros([block_m, words], tl.float32)
+    odd_total = total
     top = tl.full([block_m], float("-inf"), tl.float32)
-    denominator = tl.zeros([block_m], tl.float32)
+    denominators = tl.zeros([block_m, block_n], tl.float32)
     for place in tl.range(start, stop, num_stages=num_stages):
         block_key = (first_block + block) * block_n
         keys = block_key + key
@@ -273,50 +353,65 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
         is_key = keys < seq_len
         if has_window:
             is_key = is_key & (keys >= first_key)
-        q_rows = q + (q_start + row // group).to(tl.int64) * q_row_stride + (head * group + row % group) * q_head_stride
-        queries = tl.load(q_rows[:, None] + lane[None, :], mask=is_row[:, None] & in_head[None, :], other=0.0)
-        base = pages.to(tl.int64) * page_stride + head.to(tl.int64) * page_head_stride
+        q_rows = (q_start + row // group).to(tl.int64) * q_row_stride + (head * group + row % group) * q_head_stride
+        is_query = is_row[:, None] & (word < head_dim * words // lanes)[None, :]
+        queries = tl.load(q + q_rows[:, None] + word[None, :], mask=is_query, other=0)
+        base = head.to(tl.int64) * page_head_stride
         if page_size % block_n == 0:
-            base += (block_key % page_size) * page_token_stride
-            slots = base + key * page_token_stride
+            base += pages.to(tl.int64) * page_stride + (block_key % page_size) * page_token_stride
+            slots = key * page_token_stride
         else:
-            slots = base + (keys % page_size) * page_token_stride
-        slots = slots[:, None] + lane[None, :]
-        is_there = is_key[:, None] & in_head[None, :]
-        its_keys = tl.load(k_pages + slots, mask=is_there, other=0.0)
-        its_values = tl.load(v_pages + slots, mask=is_there, other=0.0)
-        if k_pages.dtype.element_ty.primitive_bitwidth == 8:
-            # Every fp8 number is a float16 too, and of a query only what no model has is cut off.
-            queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-            its_keys, its_values = its_keys.to(tl.float16), its_values.to(tl.float16)
+            slots = pages.to(tl.int64) * page_stride + (keys % page_size) * page_token_stride
+        slots = slots[:, None] + word[None, :]
+        is_there = is_key[:, None] & (word < head_dim * words // lanes)[None, :]
+        its_keys = tl.load(k_pages + base + slots, mask=is_there, other=0)
+        its_values = tl.load(v_pages + base + slots, mask=is_there, other=0)
         position = seq_len - q_len + row // group
         is_seen = is_key[None, :]
         if is_causal:
             is_seen = is_seen & (keys[None, :] <= position[:, None])
         if has_window:
             is_seen = is_seen & (keys[None, :] >= (position - window_left)[:, None])
-        logits = tl.dot(queries, tl.trans(its_keys))
-        weights, factor, top, denominator = _weights(
-            logits, top, denominator, is_seen, scale, soft_cap, has_soft_cap
+        if fp8 is None:
+            logits = tl.dot(queries, tl.trans(its_keys))
+        else:
+            even_queries, odd_queries = _query_pairs(queries, out.dtype.element_ty, has_ptx)
+            even_keys, odd_keys = _fp8_pairs(its_keys, fp8, has_ptx)
+            logits = tl.dot(even_queries, tl.trans(even_keys))
+            logits = tl.dot(odd_queries, tl.trans(odd_keys), logits)
+        weights, factor, top, denominators = _weights(
+            logits, top, denominators, is_seen, scale, soft_cap, has_soft_cap
         )
-        total = tl.dot(weights.to(its_values.dtype), its_values, total * factor[:, None])
+        if fp8 is None:
+            total = tl.dot(weights.to(its_values.dtype), its_values, total * factor[:, None])
+        else:
+            even_values, odd_values = _fp8_pairs(its_values, fp8, has_ptx)
+            total = tl.dot(weights.to(tl.float16), even_values, total * factor[:, None])
+            odd_total = tl.dot(weights.to(tl.float16), odd_values, odd_total * factor[:, None])
         is_end = block == count - 1
         is_left = is_end | (place == stop - 1)
         if is_left:
+            denominator = tl.sum(denominators, 1)
+            if fp8 is None:
+                result = total
+            else:
+                result = tl.reshape(tl.join(total, odd_total), [block_m, lanes])
             if is_end & (began == 0):
                 _write(
-                    out, lse, sinks, total, top, denominator, v_scale, q_start, q_len, head,
+                    out, lse, sinks, result, top, denominator, v_scale, q_start, q_len, head,
                     out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
                 )  # fmt: skip
             else:
+                lane = tl.arange(0, lanes)
                 part = (2 * tl.program_id(0) + (began == 0).to(tl.int32)).to(tl.int64)
                 target = parts + part * block_m * lanes + row[:, None] * lanes + lane[None, :]
-                tl.store(target, total, mask=is_row[:, None])
+                tl.store(target, result, mask=is_row[:, None])
                 tl.store(part_stats + part * 2 * block_m + row, top, mask=is_row)
                 tl.store(part_stats + part * 2 * block_m + block_m + row, denominator, mask=is_row)
         total = tl.where(is_left, 0.0, total)
+        odd_total = tl.where(is_left, 0.0, odd_total)
         top = tl.where(is_left, float("-inf"), top)
-        denominator = tl.where(is_left, 0.0, denominator)
+        denominators = tl.where(is_left, 0.0, denominators)
         # The next block, whose page is fetched one turn before it is needed.
         block = tl.where(is_end, 0, block + 1)
         began = tl.where(is_end, 0, began)
@@ -385,10 +480,15 @@ def split_decode(
     _check_strides(q, kv_pages, out)
     layer, tiles = shape.layer, shape.tiles
     group = layer.num_qo_heads // layer.num_kv_heads
+    page_size = kv_pages.k.shape[2]
+    k_pages, v_pages = kv_pages
+    fp8 = FP8_NAMES.get(layer.kv_dtype)
+    if fp8 is not None:
+        q, k_pages, v_pages = q.view(torch.int32), k_pages.view(torch.int16), v_pages.view(torch.int16)
     split_decode_kernel[(shape.num_programs,)](
         q,
-        kv_pages.k,
-        kv_pages.v,
+        k_pages,
+        v_pages,
         out,
         lse,
         sinks,
@@ -408,21 +508,24 @@ def split_decode(
         *q.stride()[:2],
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
-        *kv_pages.k.stride()[:3],
+        *k_pages.stride()[:3],
         step.block_tables.stride(0),
         num_kv_heads=layer.num_kv_heads,
         group=group,
         head_dim=layer.head_dim,
-        page_size=kv_pages.k.shape[2],
+        page_size=page_size,
         is_causal=step.causal,
         has_window=layer.window_left >= 0,
         has_soft_cap=layer.logits_soft_cap > 0,
+        fp8=fp8,
         block_m=block_rows(group, step.q_len),
         block_n=tiles.block_n,
         lanes=triton.next_power_of_2(layer.head_dim),
         batch_lanes=next((size for size in BATCH_LANES if len(step.seq_lens) <= size), None)
         or triton.next_power_of_2(len(step.seq_lens)),
         num_stages=tiles.num_stages,
+        # Not in Triton's interpreter.
+        has_ptx=isinstance(split_decode_kernel, triton.JITFunction),
         num_warps=tiles.num_warps,
         **({"is_dependent": True, "launch_pdl": True} if tiles.is_dependent else {"is_dependent": False}),
     )
