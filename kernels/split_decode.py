@@ -18,13 +18,13 @@ from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.split_tiles import (
     ARRIVAL_BYTES,
     MAX_PROGRAMS,
-    MAX_ROWS,
     DecodeShape,
     DecodeStep,
     Tiles,
     block_rows,
     choose_tiles,
     cut_memory,
+    most_rows,
     workspace_bytes,
 )
 from vllm_attn_plugin.kernels.workspace import workspaces
@@ -53,7 +53,7 @@ class SplitDecodeKernel(AttentionKernel):
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams, tiles: Tiles | None = None) -> None:
         super().__init__(phase, layer, engine)
         rows = block_rows(layer.num_qo_heads // layer.num_kv_heads, engine.max_decode_q_len)
-        tiles = tiles or choose_tiles(layer, engine.page_size, rows)
+        tiles = tiles or choose_tiles(layer, rows, engine.compute_capability)
         num_programs = min(max(engine.num_sms, 1) * tiles.programs_per_sm, MAX_PROGRAMS)
         self._shape = DecodeShape(layer, tiles, num_programs)
         buffer = workspaces(engine.device).reserve_split_decode(workspace_bytes(num_programs, rows, layer.head_dim))
@@ -63,7 +63,8 @@ class SplitDecodeKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        rows = layer.num_qo_heads // layer.num_kv_heads * engine.max_decode_q_len
+        group = layer.num_qo_heads // layer.num_kv_heads
+        limit = most_rows(layer.head_dim)
         found = [
             *reasons.when(phase is not Phase.DECODE, "it only decodes"),
             *reasons.capability_from(engine, OLDEST_CAPABILITY),
@@ -72,9 +73,9 @@ class SplitDecodeKernel(AttentionKernel):
                 engine.page_size % PAGE_SIZE_STEP, f"page size {engine.page_size} is no multiple of {PAGE_SIZE_STEP}"
             ),
             *reasons.when(
-                rows > MAX_ROWS,
-                f"{rows} query rows share a KV head ({engine.max_decode_q_len} tokens of "
-                f"{layer.num_qo_heads // layer.num_kv_heads} heads), it takes up to {MAX_ROWS}",
+                group * engine.max_decode_q_len > limit,
+                f"{group} query heads a KV head and queries of {engine.max_decode_q_len} tokens make "
+                f"{group * engine.max_decode_q_len} rows, head_dim {layer.head_dim} allows {limit}",
             ),
             *reasons.dtypes(layer, HALF_DTYPES, FP8_CACHES),
             *reasons.alibi(layer),

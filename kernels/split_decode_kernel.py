@@ -15,16 +15,25 @@ They have a place of their own each, `2 * program` and `2 * program + 1`. The ar
 program where it begins.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from vllm_attn_plugin.kernels.kv_cache import KVPages
-from vllm_attn_plugin.kernels.split_tiles import DecodeMemory, DecodeShape, DecodeStep, block_rows
+from vllm_attn_plugin.kernels.split_decode_rows import (
+    LOG2_E,
+    MERGED_ROWS,
+    fp8_pairs,
+    merged,
+    query_pairs,
+    softmax_weights,
+    write_rows,
+)
+from vllm_attn_plugin.kernels.split_tiles import DecodeMemory, DecodeShape, DecodeStep, Tiles, block_rows
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-MAX_FLOAT16 = tl.constexpr(65504.0)
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Sizes that batches are rounded up to, so that few kernels are compiled.
 BATCH_LANES = (32, 256)
@@ -109,170 +118,6 @@ def _page_ids(  # type: ignore[no-untyped-def]
     return pages
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(  # type: ignore[no-untyped-def]
-    logits, top, denominators, is_seen, scale, soft_cap, has_soft_cap: tl.constexpr
-):
-    """One block's softmax weights, and what the results so far are to be multiplied by; logits are in powers of 2.
-
-    The denominator is a sum for each place in a block: adding those up takes all warps, and waits until the end.
-    """
-    if has_soft_cap:
-        # The hyperbolic tangent, and infinity is no exception: 1 - 2 / (e^2x + 1).
-        capped = 1.0 - 2.0 / (tl.exp2(logits * (scale * 2.0 / soft_cap)) + 1.0)
-        logits = capped * (soft_cap * LOG2_E)
-    else:
-        logits = logits * scale
-    logits = tl.where(is_seen, logits, float("-inf"))
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    # A row that has seen nothing yet has no finite maximum.
-    safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(logits - safe_top[:, None])
-    factor = tl.exp2(top - safe_top)
-    return weights, factor, new_top, denominators * factor[:, None] + weights
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_pairs(words, fp8: tl.constexpr, has_ptx: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The even and the odd numbers of words of two fp8 numbers, exactly, as float16.
-
-    Taken as words they can be transposed on their way from shared memory, which bytes cannot. The compiler converts
-    each number on its own, so that on a GPU two words at a time are taken apart here.
-    """
-    if fp8 == "e5m2":  # the upper half of a float16
-        if has_ptx:
-            even, odd = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
-                "=r,=r,r",
-                [words],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            even, odd = (words << 8).to(tl.float16, bitcast=True), (words & -256).to(tl.float16, bitcast=True)
-    elif has_ptx:
-        even, odd = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 sorted;
-            .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=r,=r,r",
-            [words],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        even = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        odd = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return even, odd
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _query_pairs(words, dtype: tl.constexpr, has_ptx: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The even and the odd numbers of words of two numbers of a query, as float16, saturated."""
-    if dtype == tl.float16:
-        even = words.to(tl.int16).to(tl.float16, bitcast=True)
-        odd = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    elif has_ptx:
-        even, odd = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 first, second;
-            shl.b32 first, $2, 16;
-            shl.b32 second, $3, 16;
-            cvt.rn.satfinite.f16x2.f32 $0, second, first;
-            and.b32 first, $2, 0xffff0000;
-            and.b32 second, $3, 0xffff0000;
-            cvt.rn.satfinite.f16x2.f32 $1, second, first;
-            }""",
-            "=r,=r,r,r",
-            [words],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        even, odd = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-        even = tl.clamp(even, -MAX_FLOAT16, MAX_FLOAT16).to(tl.float16)
-        odd = tl.clamp(odd, -MAX_FLOAT16, MAX_FLOAT16).to(tl.float16)
-    return even, odd
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write(  # type: ignore[no-untyped-def]
-    out,
-    lse,
-    sinks,
-    total,
-    top,
-    denominator,
-    v_scale,
-    q_start,
-    q_len,
-    head,
-    out_row_stride,
-    out_head_stride,
-    lse_row_stride,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_m: tl.constexpr,
-    lanes: tl.constexpr,
-):
-    """Write a tile's finished rows."""
-    row = tl.arange(0, block_m)
-    query, qo_head = q_start + row // group, head * group + row % group
-    is_row = row // group < q_len
-    if sinks is not None:
-        sink = tl.load(sinks + qo_head, mask=is_row, other=0.0) * LOG2_E
-        new_top = tl.maximum(top, sink)
-        factor = tl.exp2(top - new_top)
-        total, denominator = total * factor[:, None], denominator * factor + tl.exp2(sink - new_top)
-        top = new_top
-    # A row that saw nothing has the denominator 0, and its result is 0 already.
-    divisor = tl.where(denominator > 0.0, denominator, 1.0)
-    result = total * (v_scale / divisor)[:, None]
-    lane = tl.arange(0, lanes)
-    target = out + query.to(tl.int64)[:, None] * out_row_stride + qo_head[:, None] * out_head_stride + lane[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=is_row[:, None] & (lane < head_dim)[None, :])
-    if lse is not None:
-        log_sum = tl.where(denominator > 0.0, (top + tl.log2(divisor)) / LOG2_E, float("-inf"))
-        tl.store(lse + query.to(tl.int64) * lse_row_stride + qo_head, log_sum, mask=is_row)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merged(  # type: ignore[no-untyped-def]
-    parts, part_stats, first, last, num_rows, block_m: tl.constexpr, lanes: tl.constexpr
-):
-    """The sum of a tile's parts, from the program where it begins to the one where it ends."""
-    row, lane = tl.arange(0, block_m), tl.arange(0, lanes)
-    is_row = row < num_rows
-    place = row[:, None] * lanes + lane[None, :]
-    total = tl.zeros([block_m, lanes], tl.float32)
-    top = tl.full([block_m], float("-inf"), tl.float32)
-    denominator = tl.zeros([block_m], tl.float32)
-    for program in tl.range(first, last + 1, num_stages=4):
-        part = (2 * program + (program == first).to(tl.int32)).to(tl.int64)
-        # Past the L1 cache, which others' writes do not reach.
-        its_total = tl.load(
-            parts + part * block_m * lanes + place, mask=is_row[:, None], other=0.0, cache_modifier=".cg"
-        )
-        stats = part_stats + part * 2 * block_m + row
-        its_top = tl.load(stats, mask=is_row, other=float("-inf"), cache_modifier=".cg")
-        its_denominator = tl.load(stats + block_m, mask=is_row, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, its_top)
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        factor, its_factor = tl.exp2(top - safe_top), tl.exp2(its_top - safe_top)
-        total = total * factor[:, None] + its_total * its_factor[:, None]
-        denominator = denominator * factor + its_denominator * its_factor
-        top = new_top
-    return total, top, denominator
-
-
 @triton.jit(do_not_specialize=["batch_size", "window_left", "min_blocks", "max_parts"])  # type: ignore[untyped-decorator]
 def split_decode_kernel(  # type: ignore[no-untyped-def]
     q,
@@ -315,7 +160,7 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr,
     lanes: tl.constexpr,
     batch_lanes: tl.constexpr,
-    num_stages: tl.constexpr,
+    stages: tl.constexpr,
     has_ptx: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
@@ -346,7 +191,7 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     odd_total = total
     top = tl.full([block_m], float("-inf"), tl.float32)
     denominators = tl.zeros([block_m, block_n], tl.float32)
-    for place in tl.range(start, stop, num_stages=num_stages):
+    for place in tl.range(start, stop, num_stages=stages):
         block_key = (first_block + block) * block_n
         keys = block_key + key
         is_row = row // group < q_len
@@ -375,17 +220,17 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
         if fp8 is None:
             logits = tl.dot(queries, tl.trans(its_keys))
         else:
-            even_queries, odd_queries = _query_pairs(queries, out.dtype.element_ty, has_ptx)
-            even_keys, odd_keys = _fp8_pairs(its_keys, fp8, has_ptx)
+            even_queries, odd_queries = query_pairs(queries, out.dtype.element_ty, has_ptx)
+            even_keys, odd_keys = fp8_pairs(its_keys, fp8, has_ptx)
             logits = tl.dot(even_queries, tl.trans(even_keys))
             logits = tl.dot(odd_queries, tl.trans(odd_keys), logits)
-        weights, factor, top, denominators = _weights(
+        weights, factor, top, denominators = softmax_weights(
             logits, top, denominators, is_seen, scale, soft_cap, has_soft_cap
         )
         if fp8 is None:
             total = tl.dot(weights.to(its_values.dtype), its_values, total * factor[:, None])
         else:
-            even_values, odd_values = _fp8_pairs(its_values, fp8, has_ptx)
+            even_values, odd_values = fp8_pairs(its_values, fp8, has_ptx)
             total = tl.dot(weights.to(tl.float16), even_values, total * factor[:, None])
             odd_total = tl.dot(weights.to(tl.float16), odd_values, odd_total * factor[:, None])
         is_end = block == count - 1
@@ -397,8 +242,8 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
             else:
                 result = tl.reshape(tl.join(total, odd_total), [block_m, lanes])
             if is_end & (began == 0):
-                _write(
-                    out, lse, sinks, result, top, denominator, v_scale, q_start, q_len, head,
+                write_rows(
+                    out, lse, sinks, result, top, denominator, v_scale, q_start, q_len, head, 0,
                     out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
                 )  # fmt: skip
             else:
@@ -440,13 +285,15 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
                 tl.store(arrivals + first, 0)
                 its_start, its_len = tl.where(is_rest, rest_start, q_start), tl.where(is_rest, rest_len, q_len)
                 its_head = tl.where(is_rest, rest_head, head)
-                its_total, its_top, its_denominator = _merged(
-                    parts, part_stats, first, last, its_len * group, block_m, lanes
-                )
-                _write(
-                    out, lse, sinks, its_total, its_top, its_denominator, v_scale, its_start, its_len, its_head,
-                    out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
-                )  # fmt: skip
+                num_rows = its_len * group
+                for first_row in range(0, num_rows, MERGED_ROWS):
+                    its_total, its_top, its_denominator = merged(
+                        parts, part_stats, first, last, first_row, num_rows, block_m, lanes
+                    )
+                    write_rows(
+                        out, lse, sinks, its_total, its_top, its_denominator, v_scale, its_start, its_len, its_head,
+                        first_row, out_row_stride, out_head_stride, lse_row_stride, group, head_dim, MERGED_ROWS, lanes,
+                    )  # fmt: skip
 
 
 def split_decode(
@@ -478,12 +325,10 @@ def split_decode(
         ValueError: something lies in memory as the kernel cannot read it.
     """
     _check_strides(q, kv_pages, out)
-    layer, tiles = shape.layer, shape.tiles
-    group = layer.num_qo_heads // layer.num_kv_heads
+    layer = shape.layer
     page_size = kv_pages.k.shape[2]
     k_pages, v_pages = kv_pages
-    fp8 = FP8_NAMES.get(layer.kv_dtype)
-    if fp8 is not None:
+    if layer.kv_dtype in FP8_NAMES:
         q, k_pages, v_pages = q.view(torch.int32), k_pages.view(torch.int16), v_pages.view(torch.int16)
     split_decode_kernel[(shape.num_programs,)](
         q,
@@ -503,32 +348,48 @@ def split_decode(
         v_scale,
         len(step.seq_lens),
         layer.window_left,
-        tiles.min_blocks,
-        tiles.max_parts,
+        shape.tiles.min_blocks,
+        shape.tiles.max_parts,
         *q.stride()[:2],
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
         *k_pages.stride()[:3],
         step.block_tables.stride(0),
-        num_kv_heads=layer.num_kv_heads,
-        group=group,
-        head_dim=layer.head_dim,
-        page_size=page_size,
-        is_causal=step.causal,
-        has_window=layer.window_left >= 0,
-        has_soft_cap=layer.logits_soft_cap > 0,
-        fp8=fp8,
-        block_m=block_rows(group, step.q_len),
-        block_n=tiles.block_n,
-        lanes=triton.next_power_of_2(layer.head_dim),
-        batch_lanes=next((size for size in BATCH_LANES if len(step.seq_lens) <= size), None)
-        or triton.next_power_of_2(len(step.seq_lens)),
-        num_stages=tiles.num_stages,
-        # Not in Triton's interpreter.
-        has_ptx=isinstance(split_decode_kernel, triton.JITFunction),
-        num_warps=tiles.num_warps,
-        **({"is_dependent": True, "launch_pdl": True} if tiles.is_dependent else {"is_dependent": False}),
+        **constants(shape, step, page_size),
+        **options(shape.tiles),
     )
+
+
+def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str, Any]:
+    """What the kernel is compiled for: its constexpr arguments."""
+    layer, tiles = shape.layer, shape.tiles
+    group, batch_size = layer.num_qo_heads // layer.num_kv_heads, len(step.seq_lens)
+    return {
+        "num_kv_heads": layer.num_kv_heads,
+        "group": group,
+        "head_dim": layer.head_dim,
+        "page_size": page_size,
+        "is_causal": step.causal,
+        "has_window": layer.window_left >= 0,
+        "has_soft_cap": layer.logits_soft_cap > 0,
+        "fp8": FP8_NAMES.get(layer.kv_dtype),
+        "block_m": block_rows(group, step.q_len),
+        "block_n": tiles.block_n,
+        "lanes": triton.next_power_of_2(layer.head_dim),
+        "batch_lanes": next(
+            (lanes for lanes in BATCH_LANES if batch_size <= lanes), triton.next_power_of_2(batch_size)
+        ),
+        "stages": tiles.num_stages,
+        # Not in Triton's interpreter.
+        "has_ptx": isinstance(split_decode_kernel, triton.JITFunction),
+        "is_dependent": tiles.is_dependent,
+    }
+
+
+def options(tiles: Tiles) -> dict[str, Any]:
+    """How the kernel is compiled and launched."""
+    dependent = {"launch_pdl": True} if tiles.is_dependent else {}
+    return {"num_warps": tiles.num_warps, **dependent}
 
 
 def _check_strides(q: torch.Tensor, kv_pages: KVPages, out: torch.Tensor) -> None:

@@ -5,10 +5,14 @@ from dataclasses import dataclass
 import torch
 
 from vllm_attn_plugin.kernels.interface import LayerParams
-from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES
 
 # The least rows that a matrix product takes; rows are query heads of a group times query tokens.
 MIN_ROWS, MAX_ROWS = 16, 128
+# More sums than this do not fit the registers.
+MAX_SUMS = 64 * 256
+TURN_BYTES = 32 * 1024
+# GPUs with 100 KiB of shared memory a multiprocessor.
+SMALL_CAPABILITIES = ((8, 6), (8, 9), (12, 0), (12, 1))
 FLOAT_BYTES = 4
 # Room for one count a program, whatever their number: layers that differ in it share the buffer.
 ARRIVAL_BYTES = 64 * 1024
@@ -87,21 +91,33 @@ def block_rows(group: int, q_len: int) -> int:
     return max(MIN_ROWS, _power_of_two(group * q_len))
 
 
-def choose_tiles(layer: LayerParams, page_size: int, rows: int) -> Tiles:
-    """The tiles of a layer, not measured yet but sized to what a multiprocessor holds.
+def choose_tiles(layer: LayerParams, rows: int, capability: tuple[int, int] | None = None) -> Tiles:
+    """The tiles of a layer, sized to the registers and the shared memory that the compiled kernel takes.
+
+    A turn's keys and values are 32 KiB, so that two programs keep 128 KiB on their way to a large multiprocessor.
 
     Args:
         layer: its parameters.
-        page_size: tokens a page; a block within one page needs one lookup.
         rows: of a tile, see `block_rows`.
+        capability: of the GPU.
     """
-    del page_size
     lanes = _power_of_two(layer.head_dim)
-    is_fp8 = layer.kv_dtype in FP8_DTYPES
-    # About 32 KiB of keys and values a turn in bf16.
-    block_n = 64 if lanes <= 128 else 32
-    num_warps = 4 if rows * lanes <= 64 * 128 else 8
-    return Tiles(block_n=block_n, num_warps=num_warps, num_stages=3 if not is_fp8 else 4, programs_per_sm=2)
+    is_small = capability in SMALL_CAPABILITIES
+    if rows > 32:
+        block_n = 32 if lanes * rows > 64 * 128 else 64
+        return Tiles(block_n=block_n, num_warps=8, num_stages=2, programs_per_sm=1)
+    keys = TURN_BYTES // (2 * lanes * layer.kv_dtype.itemsize)
+    return Tiles(
+        block_n=min(keys, 128),
+        num_warps=4 if rows == MIN_ROWS else 8,
+        num_stages=2 if is_small else 3,
+        programs_per_sm=2,
+    )
+
+
+def most_rows(head_dim: int) -> int:
+    """The most rows that a tile may have."""
+    return min(MAX_ROWS, MAX_SUMS // _power_of_two(head_dim))
 
 
 def workspace_bytes(num_programs: int, rows: int, head_dim: int) -> int:
