@@ -42,8 +42,8 @@ FP8_CACHES = (torch.float8_e4m3fn, torch.float8_e5m2)
 class SplitDecodeKernel(AttentionKernel):
     """Decode, drafts included, planned wholly on the device.
 
-    Over an fp8 cache both products are taken in float16, which holds every fp8 number: nothing but the softmax's weights
-    is rounded, and those to 11 bits.
+    Over an fp8 cache both products are taken in float16, which holds every fp8 number: nothing but the softmax's
+    weights is rounded, and those to 11 bits.
     """
 
     name = "triton-decode"

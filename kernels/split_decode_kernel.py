@@ -26,9 +26,9 @@ from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.split_decode_rows import (
     LOG2_E,
     MERGED_ROWS,
-    fp8_pairs,
+    add_values,
     merged,
-    query_pairs,
+    products,
     softmax_weights,
     write_rows,
 )
@@ -37,6 +37,8 @@ from vllm_attn_plugin.kernels.split_tiles import DecodeMemory, DecodeShape, Deco
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Sizes that batches are rounded up to, so that few kernels are compiled.
 BATCH_LANES = (32, 256)
+# Arguments whose values are no reason to compile anew.
+NOT_SPECIALIZED = ("batch_size", "window_left", "min_blocks", "max_parts")
 
 
 # No annotations here and below: the compiler reads them, and knows only its own.
@@ -79,10 +81,9 @@ def _schedule(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_blocks(seq_len, q_len, window_left, block_n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first block of keys that a request's queries see, and how many there are from there; at least one."""
+    """The first key that a request's queries see, and its blocks from that key's on; at least one."""
     first_key = tl.where(window_left >= 0, tl.maximum(seq_len - q_len - window_left, 0), 0)
-    first = first_key // block_n
-    return first, tl.maximum(tl.cdiv(seq_len, block_n) - first, 1)
+    return first_key, tl.maximum(tl.cdiv(seq_len, block_n) - first_key // block_n, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -94,13 +95,13 @@ def _program_of(place, share, extra):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _request(seq_lens, qo_indptr, request, is_there, window_left, block_n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys, first query row, query length, first block and blocks of one request."""
+    """Keys, first query row, query length, first key and blocks of one request."""
     seq_len = tl.load(seq_lens + request, mask=is_there, other=0)
     q_start = tl.load(qo_indptr + request, mask=is_there, other=0)
     q_len = tl.load(qo_indptr + request + 1, mask=is_there, other=0) - q_start
-    first, count = _key_blocks(seq_len, q_len, window_left, block_n)
+    first_key, count = _key_blocks(seq_len, q_len, window_left, block_n)
     # Keys of a request without a query are not read.
-    return tl.where(q_len > 0, seq_len, 0), q_start, q_len, first, count
+    return tl.where(q_len > 0, seq_len, 0), q_start, q_len, first_key, count
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -118,7 +119,125 @@ def _page_ids(  # type: ignore[no-untyped-def]
     return pages
 
 
-@triton.jit(do_not_specialize=["batch_size", "window_left", "min_blocks", "max_parts"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_block(  # type: ignore[no-untyped-def]
+    q,
+    k_pages,
+    v_pages,
+    pages,
+    head,
+    q_start,
+    q_len,
+    is_key,
+    block_key,
+    q_row_stride,
+    q_head_stride,
+    page_stride,
+    page_head_stride,
+    page_token_stride,
+    group: tl.constexpr,
+    page_size: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    words: tl.constexpr,
+    last_word: tl.constexpr,
+):
+    """A tile's query, and a block of its keys and values; 0 where there are none."""
+    row, word, key = tl.arange(0, block_m), tl.arange(0, words)[None, :], tl.arange(0, block_n)
+    q_rows = (q_start + row // group).to(tl.int64) * q_row_stride + (head * group + row % group) * q_head_stride
+    is_query = (row // group < q_len)[:, None] & (word < last_word)
+    # Fetched with every block: to keep it would cost a look at each turn whether it is still the same tile's.
+    queries = tl.load(q + q_rows[:, None] + word, mask=is_query, other=0)
+    base = head.to(tl.int64) * page_head_stride
+    if page_size % block_n == 0:
+        base += pages.to(tl.int64) * page_stride + (block_key % page_size) * page_token_stride
+        slots = key * page_token_stride
+    else:
+        slots = pages.to(tl.int64) * page_stride + ((block_key + key) % page_size) * page_token_stride
+    is_there = is_key[:, None] & (word < last_word)
+    keys = tl.load(k_pages + base + (slots[:, None] + word), mask=is_there, other=0)
+    values = tl.load(v_pages + base + (slots[:, None] + word), mask=is_there, other=0)
+    return queries, keys, values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _seen(  # type: ignore[no-untyped-def]
+    key,
+    seq_len,
+    q_len,
+    first_key,
+    window_left,
+    group: tl.constexpr,
+    is_causal: tl.constexpr,
+    has_window: tl.constexpr,
+    block_m: tl.constexpr,
+):
+    """Which of a block's keys are any query's, and which each row sees, `[block_m, block_n]`."""
+    position = (seq_len - q_len + tl.arange(0, block_m) // group)[:, None]
+    is_key = key < seq_len
+    if has_window:
+        is_key = is_key & (key >= first_key)
+    is_seen = is_key[None, :]
+    if is_causal:
+        is_seen = is_seen & (key[None, :] <= position)
+    if has_window:
+        is_seen = is_seen & (key[None, :] >= position - window_left)
+    return is_key, is_seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _leave_part(  # type: ignore[no-untyped-def]
+    parts, part_stats, result, top, denominator, is_first, num_rows, block_m: tl.constexpr, lanes: tl.constexpr
+):
+    """Put down this program's part of a tile, `is_first` where the tile begins in this program."""
+    row, lane = tl.arange(0, block_m), tl.arange(0, lanes)
+    part = (2 * tl.program_id(0) + is_first.to(tl.int32)).to(tl.int64)
+    target = parts + part * block_m * lanes + row[:, None] * lanes + lane[None, :]
+    tl.store(target, result, mask=(row < num_rows)[:, None])
+    stats = part_stats + part * 2 * block_m + row
+    tl.store(stats, top, mask=row < num_rows)
+    tl.store(stats + block_m, denominator, mask=row < num_rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _arrive(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    sinks,
+    parts,
+    part_stats,
+    arrivals,
+    v_scale,
+    share,
+    extra,
+    place,
+    count,
+    q_start,
+    q_len,
+    head,
+    out_row_stride,
+    out_head_stride,
+    lse_row_stride,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_m: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """Count this program's arrival at a tile of `count` blocks from a place of the line; merge it if all are there."""
+    first, last = _program_of(place, share, extra), _program_of(place + count - 1, share, extra)
+    arrived = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu")
+    if arrived == last - first:
+        tl.store(arrivals + first, 0)
+        num_rows = q_len * group
+        for first_row in range(0, num_rows, MERGED_ROWS):
+            total, top, denominator = merged(parts, part_stats, first, last, first_row, num_rows, block_m, lanes)
+            write_rows(
+                out, lse, sinks, total, top, denominator, v_scale, q_start, q_len, head, first_row,
+                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, MERGED_ROWS, lanes,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=list(NOT_SPECIALIZED))  # type: ignore[untyped-decorator]
 def split_decode_kernel(  # type: ignore[no-untyped-def]
     q,
     k_pages,
@@ -173,127 +292,72 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
         tl_cuda.gdc_launch_dependents()
     if start >= stop:
         return
-    seq_len, q_start, q_len, first_block, count = _request(
+    seq_len, q_start, q_len, first_key, count = _request(
         seq_lens, qo_indptr, request, request < batch_size, window_left, block_n
     )
-    head = offset // count
-    block = offset - head * count
+    head, block = offset // count, offset % count
+    block_key = (first_key // block_n + block) * block_n
     table = block_tables + request.to(tl.int64) * table_stride
-    first_key = tl.where(window_left >= 0, tl.maximum(seq_len - q_len - window_left, 0), 0)
-    pages = _page_ids(table, first_key, seq_len, (first_block + block) * block_n, page_size, block_n)
+    pages = _page_ids(table, first_key, seq_len, block_key, page_size, block_n)
     # What is needed of the first tile once all is done, if it began before this program.
     rest_place, rest_count, rest_start, rest_len, rest_head = start - block, count, q_start, q_len, head
     began = block
     # Over an fp8 cache two numbers are one word: 16 bits of keys and values, 32 of the query.
     words: tl.constexpr = lanes if fp8 is None else lanes // 2
-    row, word, key = tl.arange(0, block_m), tl.arange(0, words), tl.arange(0, block_n)
-    total = tl.zeros([block_m, words], tl.float32)
-    odd_total = total
+    last_word: tl.constexpr = head_dim * words // lanes
+    total, odd_total = tl.zeros([block_m, words], tl.float32), tl.zeros([block_m, words], tl.float32)
     top = tl.full([block_m], float("-inf"), tl.float32)
     denominators = tl.zeros([block_m, block_n], tl.float32)
     for place in tl.range(start, stop, num_stages=stages):
-        block_key = (first_block + block) * block_n
-        keys = block_key + key
-        is_row = row // group < q_len
-        is_key = keys < seq_len
-        if has_window:
-            is_key = is_key & (keys >= first_key)
-        q_rows = (q_start + row // group).to(tl.int64) * q_row_stride + (head * group + row % group) * q_head_stride
-        is_query = is_row[:, None] & (word < head_dim * words // lanes)[None, :]
-        queries = tl.load(q + q_rows[:, None] + word[None, :], mask=is_query, other=0)
-        base = head.to(tl.int64) * page_head_stride
-        if page_size % block_n == 0:
-            base += pages.to(tl.int64) * page_stride + (block_key % page_size) * page_token_stride
-            slots = key * page_token_stride
-        else:
-            slots = pages.to(tl.int64) * page_stride + (keys % page_size) * page_token_stride
-        slots = slots[:, None] + word[None, :]
-        is_there = is_key[:, None] & (word < head_dim * words // lanes)[None, :]
-        its_keys = tl.load(k_pages + base + slots, mask=is_there, other=0)
-        its_values = tl.load(v_pages + base + slots, mask=is_there, other=0)
-        position = seq_len - q_len + row // group
-        is_seen = is_key[None, :]
-        if is_causal:
-            is_seen = is_seen & (keys[None, :] <= position[:, None])
-        if has_window:
-            is_seen = is_seen & (keys[None, :] >= (position - window_left)[:, None])
-        if fp8 is None:
-            logits = tl.dot(queries, tl.trans(its_keys))
-        else:
-            even_queries, odd_queries = query_pairs(queries, out.dtype.element_ty, has_ptx)
-            even_keys, odd_keys = fp8_pairs(its_keys, fp8, has_ptx)
-            logits = tl.dot(even_queries, tl.trans(even_keys))
-            logits = tl.dot(odd_queries, tl.trans(odd_keys), logits)
+        key = block_key + tl.arange(0, block_n)
+        is_key, is_seen = _seen(key, seq_len, q_len, first_key, window_left, group, is_causal, has_window, block_m)
+        queries, keys, values = _read_block(
+            q, k_pages, v_pages, pages, head, q_start, q_len, is_key, block_key,
+            q_row_stride, q_head_stride, page_stride, page_head_stride, page_token_stride,
+            group, page_size, block_m, block_n, words, last_word,
+        )  # fmt: skip
+        logits = products(queries, keys, out.dtype.element_ty, fp8, has_ptx)
         weights, factor, top, denominators = softmax_weights(
             logits, top, denominators, is_seen, scale, soft_cap, has_soft_cap
         )
-        if fp8 is None:
-            total = tl.dot(weights.to(its_values.dtype), its_values, total * factor[:, None])
-        else:
-            even_values, odd_values = fp8_pairs(its_values, fp8, has_ptx)
-            total = tl.dot(weights.to(tl.float16), even_values, total * factor[:, None])
-            odd_total = tl.dot(weights.to(tl.float16), odd_values, odd_total * factor[:, None])
+        total, odd_total = add_values(total, odd_total, factor, weights, values, fp8, has_ptx)
         is_end = block == count - 1
         is_left = is_end | (place == stop - 1)
         if is_left:
             denominator = tl.sum(denominators, 1)
-            if fp8 is None:
-                result = total
-            else:
-                result = tl.reshape(tl.join(total, odd_total), [block_m, lanes])
+            result = total if fp8 is None else tl.reshape(tl.join(total, odd_total), [block_m, lanes])
             if is_end & (began == 0):
                 write_rows(
                     out, lse, sinks, result, top, denominator, v_scale, q_start, q_len, head, 0,
                     out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
                 )  # fmt: skip
             else:
-                lane = tl.arange(0, lanes)
-                part = (2 * tl.program_id(0) + (began == 0).to(tl.int32)).to(tl.int64)
-                target = parts + part * block_m * lanes + row[:, None] * lanes + lane[None, :]
-                tl.store(target, result, mask=is_row[:, None])
-                tl.store(part_stats + part * 2 * block_m + row, top, mask=is_row)
-                tl.store(part_stats + part * 2 * block_m + block_m + row, denominator, mask=is_row)
-        total = tl.where(is_left, 0.0, total)
-        odd_total = tl.where(is_left, 0.0, odd_total)
+                _leave_part(parts, part_stats, result, top, denominator, began == 0, q_len * group, block_m, lanes)
+        total, odd_total = tl.where(is_left, 0.0, total), tl.where(is_left, 0.0, odd_total)
         top = tl.where(is_left, float("-inf"), top)
         denominators = tl.where(is_left, 0.0, denominators)
         # The next block, whose page is fetched one turn before it is needed.
-        block = tl.where(is_end, 0, block + 1)
-        began = tl.where(is_end, 0, began)
-        head = head + is_end.to(tl.int32)
+        block, began, head = tl.where(is_end, 0, block + 1), tl.where(is_end, 0, began), head + is_end.to(tl.int32)
         if head == num_kv_heads:
-            head = 0
-            request += 1
-            seq_len, q_start, q_len, first_block, count = _request(
+            head, request, table = 0, request + 1, table + table_stride
+            seq_len, q_start, q_len, first_key, count = _request(
                 seq_lens, qo_indptr, request, request < batch_size, window_left, block_n
             )
-            table += table_stride
-            first_key = tl.where(window_left >= 0, tl.maximum(seq_len - q_len - window_left, 0), 0)
-        pages = _page_ids(table, first_key, seq_len, (first_block + block) * block_n, page_size, block_n)
+        block_key = (first_key // block_n + block) * block_n
+        pages = _page_ids(table, first_key, seq_len, block_key, page_size, block_n)
     # All threads' parts are written before one of them says so.
     tl.debug_barrier()
-    for side in range(0, 2):
+    for side in range(2):
         is_rest = side == 0
-        its_place = tl.where(is_rest, rest_place, stop - block)
-        its_count = tl.where(is_rest, rest_count, count)
         is_part = tl.where(is_rest, rest_place < start, (block > 0) & (began == 0))
         if is_part:
-            first = _program_of(its_place, share, extra)
-            last = _program_of(its_place + its_count - 1, share, extra)
-            arrived = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu")
-            if arrived == last - first:
-                tl.store(arrivals + first, 0)
-                its_start, its_len = tl.where(is_rest, rest_start, q_start), tl.where(is_rest, rest_len, q_len)
-                its_head = tl.where(is_rest, rest_head, head)
-                num_rows = its_len * group
-                for first_row in range(0, num_rows, MERGED_ROWS):
-                    its_total, its_top, its_denominator = merged(
-                        parts, part_stats, first, last, first_row, num_rows, block_m, lanes
-                    )
-                    write_rows(
-                        out, lse, sinks, its_total, its_top, its_denominator, v_scale, its_start, its_len, its_head,
-                        first_row, out_row_stride, out_head_stride, lse_row_stride, group, head_dim, MERGED_ROWS, lanes,
-                    )  # fmt: skip
+            _arrive(
+                out, lse, sinks, parts, part_stats, arrivals, v_scale, share, extra,
+                tl.where(is_rest, rest_place, stop - block), tl.where(is_rest, rest_count, count),
+                tl.where(is_rest, rest_start, q_start), tl.where(is_rest, rest_len, q_len),
+                tl.where(is_rest, rest_head, head),
+                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
+            )  # fmt: skip
 
 
 def split_decode(

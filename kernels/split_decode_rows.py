@@ -1,4 +1,4 @@
-"""Parts of the split decode kernel's device code: numbers of fp8 caches, the softmax, finished rows and merged parts."""
+"""The split decode kernel's numbers on the device: products over any cache, softmax, finished rows, merged parts."""
 
 import triton
 import triton.language as tl
@@ -79,6 +79,32 @@ def query_pairs(words, dtype: tl.constexpr, has_ptx: tl.constexpr):  # type: ign
         even = tl.clamp(even, -MAX_FLOAT16, MAX_FLOAT16).to(tl.float16)
         odd = tl.clamp(odd, -MAX_FLOAT16, MAX_FLOAT16).to(tl.float16)
     return even, odd
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def products(queries, keys, q_dtype: tl.constexpr, fp8: tl.constexpr, has_ptx: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries times keys, `[block_m, block_n]`."""
+    if fp8 is None:
+        logits = tl.dot(queries, tl.trans(keys))
+    else:
+        even_queries, odd_queries = query_pairs(queries, q_dtype, has_ptx)
+        even_keys, odd_keys = fp8_pairs(keys, fp8, has_ptx)
+        logits = tl.dot(odd_queries, tl.trans(odd_keys), tl.dot(even_queries, tl.trans(even_keys)))
+    return logits
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_values(  # type: ignore[no-untyped-def]
+    total, odd_total, factor, weights, values, fp8: tl.constexpr, has_ptx: tl.constexpr
+):
+    """The sums so far times a factor, and the weighted values; over an fp8 cache even and odd numbers apart."""
+    if fp8 is None:
+        total = tl.dot(weights.to(values.dtype), values, total * factor[:, None])
+    else:
+        even_values, odd_values = fp8_pairs(values, fp8, has_ptx)
+        total = tl.dot(weights.to(tl.float16), even_values, total * factor[:, None])
+        odd_total = tl.dot(weights.to(tl.float16), odd_values, odd_total * factor[:, None])
+    return total, odd_total
 
 
 @triton.jit  # type: ignore[untyped-decorator]

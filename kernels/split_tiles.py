@@ -8,6 +8,8 @@ from vllm_attn_plugin.kernels.interface import LayerParams
 
 # The least rows that a matrix product takes; rows are query heads of a group times query tokens.
 MIN_ROWS, MAX_ROWS = 16, 128
+# Above, one program fills a multiprocessor.
+MAX_SMALL_ROWS = 32
 # More sums than this do not fit the registers.
 MAX_SUMS = 64 * 256
 TURN_BYTES = 32 * 1024
@@ -103,7 +105,7 @@ def choose_tiles(layer: LayerParams, rows: int, capability: tuple[int, int] | No
     """
     lanes = _power_of_two(layer.head_dim)
     is_small = capability in SMALL_CAPABILITIES
-    if rows > 32:
+    if rows > MAX_SMALL_ROWS:
         block_n = 32 if lanes * rows > 64 * 128 else 64
         return Tiles(block_n=block_n, num_warps=8, num_stages=2, programs_per_sm=1)
     keys = TURN_BYTES // (2 * lanes * layer.kv_dtype.itemsize)
