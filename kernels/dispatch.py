@@ -17,12 +17,22 @@ from vllm_attn_plugin.kernels.interface import AttentionKernel, EngineParams, La
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES
 from vllm_attn_plugin.kernels.reasons import describe, when
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
+from vllm_attn_plugin.kernels.split_decode import SplitDecodeKernel
 from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel
 from vllm_attn_plugin.kernels.xqa import XQAKernel
 
 KERNELS: dict[str, type[AttentionKernel]] = {
     kernel.name: kernel
-    for kernel in (TrtllmGenKernel, XQAKernel, VllmFA3Kernel, FA3Kernel, FA2Kernel, SinkKernel, ReferenceKernel)
+    for kernel in (
+        TrtllmGenKernel,
+        XQAKernel,
+        VllmFA3Kernel,
+        FA3Kernel,
+        FA2Kernel,
+        SinkKernel,
+        SplitDecodeKernel,
+        ReferenceKernel,
+    )
 }
 TRTLLM_KERNELS = (TrtllmGenKernel, XQAKernel)
 
@@ -64,20 +74,27 @@ class Rule:
     decode_fp8: tuple[Candidate, ...] | None = None
 
 
-# By the major number of the compute capability; any other GPU is served as the first.
+# By the major number of the compute capability; any other GPU is served as the first. The split decode kernel stands
+# last: a table of measured times may choose it, and it needs no compiler but Triton's where nothing else can be had.
 RULES = {
-    8: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(FA2Kernel, SinkKernel)),
+    8: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(FA2Kernel, SinkKernel, SplitDecodeKernel)),
     9: Rule(
         prefill=_any_size(VllmFA3Kernel, FA3Kernel, FA2Kernel, SinkKernel),
         # XQA again after the others: where they refuse, it serves every size.
-        decode=(Candidate(XQAKernel, XQA_MAX_BATCH_SIZE), *_any_size(VllmFA3Kernel, FA2Kernel, XQAKernel, SinkKernel)),
-        decode_fp8=_any_size(XQAKernel, VllmFA3Kernel, FA2Kernel, SinkKernel),
+        decode=(
+            Candidate(XQAKernel, XQA_MAX_BATCH_SIZE),
+            *_any_size(VllmFA3Kernel, FA2Kernel, XQAKernel, SinkKernel, SplitDecodeKernel),
+        ),
+        decode_fp8=_any_size(XQAKernel, VllmFA3Kernel, FA2Kernel, SinkKernel, SplitDecodeKernel),
     ),
     10: Rule(
         prefill=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
         decode=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
     ),
-    12: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(XQAKernel, FA2Kernel, SinkKernel)),
+    12: Rule(
+        prefill=_any_size(FA2Kernel, SinkKernel),
+        decode=_any_size(XQAKernel, FA2Kernel, SinkKernel, SplitDecodeKernel),
+    ),
 }
 
 Item = TypeVar("Item")

@@ -15,6 +15,9 @@ DEVICE_FILES = {
     "metadata/page_kernel.py": "vllm_attn_plugin.metadata.page_kernel",
     "kernels/kv_write_kernel.py": "vllm_attn_plugin.kernels.kv_write_kernel",
     "kernels/quantize_kernel.py": "vllm_attn_plugin.kernels.quantize_kernel",
+    "kernels/split_decode_blocks.py": "vllm_attn_plugin.kernels.split_decode_blocks",
+    "kernels/split_decode_kernel.py": "vllm_attn_plugin.kernels.split_decode_kernel",
+    "kernels/split_decode_rows.py": "vllm_attn_plugin.kernels.split_decode_rows",
 }
 # FlashAttention 3 comes with vLLM: a library of kernels, which knows nothing of its engine.
 KERNEL_LIBRARIES = {"vllm.vllm_flash_attn"}
