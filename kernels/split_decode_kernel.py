@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.split_decode_blocks import page_ids, program_of, read_block, request_of, schedule, seen
@@ -146,8 +145,8 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
         seq_lens, qo_indptr, batch_size, window_left, min_blocks, max_parts, num_kv_heads, block_n, batch_lanes
     )
     if is_dependent:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if start >= stop:
         return
     seq_len, q_start, q_len, first_key, count = request_of(
@@ -196,8 +195,10 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
         denominators = tl.where(is_left, 0.0, denominators)
         # The next block, whose page is fetched one turn before it is needed.
         block, began, head = tl.where(is_end, 0, block + 1), tl.where(is_end, 0, began), head + is_end.to(tl.int32)
-        if head == num_kv_heads:
-            head, request, table = 0, request + 1, table + table_stride
+        is_last_head = head == num_kv_heads
+        head = tl.where(is_last_head, 0, head)
+        if is_last_head:
+            request, table = request + 1, table + table_stride
             seq_len, q_start, q_len, first_key, count = request_of(
                 seq_lens, qo_indptr, request, request < batch_size, window_left, block_n
             )
