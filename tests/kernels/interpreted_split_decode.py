@@ -16,10 +16,14 @@ from batch_specs import SPECS, BatchSpec
 from paged_cases import PagedCase, assert_close_to_formula, make_case, make_layer
 from triton.runtime import interpreter
 
+from ci.gpu.sweep_split_decode import Batch, Sweep, summary
 from vllm_attn_plugin.kernels import Phase, split_kv_cache
 from vllm_attn_plugin.kernels.split_decode import SplitDecodeKernel
 from vllm_attn_plugin.kernels.split_decode_blocks import schedule
 from vllm_attn_plugin.kernels.split_tiles import Tiles
+from vllm_attn_plugin.kernels.timed_batch import Pool
+from vllm_attn_plugin.kernels.timing import Runner
+from vllm_attn_plugin.kernels.tuning import Configuration
 
 FP16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TILES = Tiles(block_n=16, num_warps=4, num_stages=2, programs_per_sm=5)
@@ -247,3 +251,38 @@ def test_programs_take_equal_pieces(seq_lens: list[int], min_blocks: int, max_pa
     sizes = [stop - start for start, stop in taken]
     assert max(sizes) == longest
     assert min(sizes) >= longest - 1
+
+
+class CountedClock:
+    """Every round takes a microsecond more than the one before."""
+
+    def __init__(self) -> None:
+        self.time = 10.0
+
+    def replay_us(self, runner: Runner) -> float:
+        del runner
+        self.time += 1
+        return self.time
+
+    def plan_us(self, runner: Runner) -> float:
+        runner.plan()
+        return 1.0
+
+
+def test_sweep_compares_tiles(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("vllm_attn_plugin.kernels.timed_batch.MOST_LAYERS", 1)
+    sweep = Sweep(CountedClock(), Pool(torch.device("cpu")))
+    configuration = Configuration(4, 2, 64, 16, "bfloat16", "float8_e4m3fn", 1)
+    cut = [TILES, replace(TILES, block_n=32, programs_per_sm=3), replace(TILES, block_n=3)]
+    sweep.take(Batch(2, 40), configuration, cut, [])
+    first, second, bad = sweep.rows
+    assert first["difference"] == 0
+    assert 0 <= second["difference"] < 0.01
+    assert second["gbps"] == round(2 * 40 * 2 * 2 * 64 / second["us"] / 1e3)
+    assert "failure" in bad
+    assert sweep.num_failed == 1
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    fastest, *means = summary(sweep.rows)
+    assert "triton-decode 16,4,2,5" in fastest
+    assert len(means) == 2
+    assert means[0].startswith(" 1.000")

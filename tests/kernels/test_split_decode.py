@@ -72,11 +72,11 @@ def test_serves(layer: LayerParams, engine: EngineParams) -> None:
         (replace(LAYER, head_dim=512), ENGINE, "head_dim 512 is above 256"),
         (LAYER, replace(ENGINE, page_size=8), "page size 8 is no multiple of 16"),
         (replace(LAYER, has_alibi=True), ENGINE, "it has no ALiBi slopes, this layer has"),
-        (replace(LAYER, q_dtype=torch.float32), ENGINE, "query dtype float32 is none of float16, bfloat16"),
+        (replace(LAYER, q_dtype=torch.float32), ENGINE, "query dtype torch.float32 is none of float16, bfloat16"),
         (
             replace(LAYER, kv_dtype=FP16),
             ENGINE,
-            "KV cache dtype float16 is none of bfloat16, float8_e4m3fn, float8_e5m2",
+            "KV cache dtype torch.float16 is none of bfloat16, float8_e4m3fn, float8_e5m2",
         ),
         (
             replace(LAYER, num_kv_heads=1),
