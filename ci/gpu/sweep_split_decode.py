@@ -117,10 +117,10 @@ def tiles_of(options: argparse.Namespace, kv_dtype: str) -> Iterator[Tiles]:
     """
     try:
         named = [tuple(map(int, name.split(","))) for name in options.tiles or ()]
-        asked = [(size[:3], size[3]) for size in named] or product(GRIDS[kv_dtype], PROGRAMS_PER_SM)
-        for (sizes, programs), min_blocks in product(asked, options.min_blocks):
-            yield Tiles(*sizes, programs, min_blocks=min_blocks, is_dependent=options.dependent)
-    except (IndexError, TypeError, ValueError) as error:
+        asked = named or [(*sizes, programs) for sizes, programs in product(GRIDS[kv_dtype], PROGRAMS_PER_SM)]
+        for (block_n, num_warps, num_stages, programs), least in product(asked, options.min_blocks):
+            yield Tiles(block_n, num_warps, num_stages, programs, min_blocks=least, is_dependent=options.dependent)
+    except ValueError as error:
         raise UserError(f"--tiles {' '.join(options.tiles)}: give four numbers each, such as 64,4,3,2.") from error
 
 
@@ -232,7 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("the sweep measures on an NVIDIA GPU, and torch finds none.")
     sweep = Sweep(CudaClock(), Pool())
     for kv_dtype in options.kv_dtypes:
-        configuration = Configuration(*options.heads, options.page_size, "bfloat16", kv_dtype, options.q_len)
+        num_qo_heads, num_kv_heads, head_dim = options.heads
+        sizes = (num_qo_heads, num_kv_heads, head_dim, options.page_size)
+        configuration = Configuration(*sizes, "bfloat16", kv_dtype, options.q_len)
         sweep.pool.reserve_for(decode_point(configuration, batch.batch_size, batch.seq_len) for batch in batches)
         for batch in batches:
             sweep.take(batch, configuration, tiles[kv_dtype], options.peers)
