@@ -93,7 +93,8 @@ class SplitDecodeKernel(AttentionKernel):
 
     def plan(self, batch: PagedBatch) -> DecodeStep:
         """See `AttentionKernel.plan`: nothing but views, the device looks at the lengths itself."""
-        return DecodeStep(batch.seq_lens, batch.qo_indptr, batch.block_tables, max(batch.max_q_len, 1), batch.causal)
+        q_len = max(batch.max_q_len, 1)
+        return DecodeStep(batch.seq_lens, batch.qo_indptr, batch.block_tables, batch.num_rows, q_len, batch.causal)
 
     def run(
         self,

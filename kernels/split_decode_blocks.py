@@ -49,7 +49,7 @@ def _key_blocks(seq_len, q_len, window_left, block_n: tl.constexpr):  # type: ig
     return first_key, tl.maximum(tl.cdiv(seq_len, block_n) - first_key // block_n, 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def program_of(place, share, extra):  # type: ignore[no-untyped-def]
     """The program that takes the block at a place of the line: the first `extra` programs take one more."""
     longer = extra * (share + 1)

@@ -27,6 +27,7 @@ from vllm_attn_plugin.kernels.split_decode_rows import (
     LOG2_E,
     MERGED_ROWS,
     add_values,
+    clear_padding,
     merged,
     products,
     softmax_weights,
@@ -38,7 +39,7 @@ FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Sizes that batches are rounded up to, so that few kernels are compiled.
 BATCH_LANES = (32, 256)
 # Arguments whose values are no reason to compile anew.
-NOT_SPECIALIZED = ("batch_size", "window_left", "min_blocks", "max_parts")
+NOT_SPECIALIZED = ("batch_size", "num_rows", "window_left", "min_blocks", "max_parts")
 
 
 # No annotations here and below: the compiler reads them, and knows only its own.
@@ -112,6 +113,7 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     soft_cap,
     v_scale,
     batch_size,
+    num_rows,
     window_left,
     min_blocks,
     max_parts,
@@ -147,6 +149,10 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     if is_dependent:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    clear_padding(
+        out, lse, tl.load(qo_indptr + batch_size), num_rows,
+        out_row_stride, out_head_stride, lse_row_stride, num_kv_heads * group, head_dim, lanes,
+    )  # fmt: skip
     if start >= stop:
         return
     seq_len, q_start, q_len, first_key, count = request_of(
@@ -270,6 +276,7 @@ def split_decode(
         layer.logits_soft_cap,
         v_scale,
         len(step.seq_lens),
+        step.num_rows,
         layer.window_left,
         shape.tiles.min_blocks,
         shape.tiles.max_parts,

@@ -173,6 +173,29 @@ def write_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def clear_padding(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    first_row,
+    num_rows,
+    out_row_stride,
+    out_head_stride,
+    lse_row_stride,
+    num_qo_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """Write rows of no request as rows that see no key: a scale of the whole output may be taken of them."""
+    lane = tl.arange(0, lanes)
+    for place in range(tl.program_id(0), (num_rows - first_row) * num_qo_heads, tl.num_programs(0)):
+        row, head = (first_row + place // num_qo_heads).to(tl.int64), place % num_qo_heads
+        nothing = tl.zeros([lanes], out.dtype.element_ty)
+        tl.store(out + row * out_row_stride + head * out_head_stride + lane, nothing, mask=lane < head_dim)
+        if lse is not None:
+            tl.store(lse + row * lse_row_stride + head, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def merged(  # type: ignore[no-untyped-def]
     parts, part_stats, first, last, first_row, num_rows, block_m: tl.constexpr, lanes: tl.constexpr
 ):

@@ -62,6 +62,7 @@ class DecodeStep:
         seq_lens: int32 `[batch_size]`.
         qo_indptr: int32 `[batch_size + 1]`.
         block_tables: int32 `[batch_size, max_pages_per_request]`, any row stride.
+        num_rows: rows of the output that are written: those of queries, then padding, which becomes 0.
         q_len: the longest query.
         causal: whether a query sees only keys up to its own position.
     """
@@ -69,6 +70,7 @@ class DecodeStep:
     seq_lens: torch.Tensor
     qo_indptr: torch.Tensor
     block_tables: torch.Tensor
+    num_rows: int
     q_len: int
     causal: bool
 

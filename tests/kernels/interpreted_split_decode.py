@@ -93,6 +93,23 @@ def test_batches(spec: str) -> None:
     check(case_of(spec))
 
 
+@pytest.mark.parametrize("spec", ["padded_rows", "all_rows_padded"])
+def test_rows_of_no_request_become_zero(spec: str) -> None:
+    """As many as the query has: those of a graph that is replayed over fewer requests; what lies in them is NaN."""
+    case = case_of(spec)
+    num_rows = len(case.q) + 3
+    q = torch.full((num_rows + 1, *case.q.shape[1:]), float("nan"), dtype=FP16)
+    q[: len(case.q)] = case.q
+    out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"))
+    kernel, batch = set_up(case), replace(case.batch(), num_rows=num_rows)
+    kernel.run(kernel.plan(batch), q, split_kv_cache(case.kv_cache, FP16), out, case.inputs, lse)
+    if len(case.q):
+        assert_close_to_formula(case, out[: len(case.q)], lse[: len(case.q)])
+    assert (out[len(case.q) : num_rows] == 0).all()
+    assert (lse[len(case.q) : num_rows] == float("-inf")).all()
+    assert out[num_rows:].isnan().all(), "a row of another phase was written"
+
+
 @pytest.mark.parametrize(
     "tiles",
     [

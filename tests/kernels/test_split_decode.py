@@ -112,7 +112,7 @@ def test_plan_is_the_batch_s_own_tensors() -> None:
     assert plan.seq_lens is batch.seq_lens
     assert plan.qo_indptr is batch.qo_indptr
     assert plan.block_tables is batch.block_tables
-    assert (plan.q_len, plan.causal) == (8, True)
+    assert (plan.num_rows, plan.q_len, plan.causal) == (18, 8, True)
 
 
 def test_memory_holds_two_parts_of_every_program() -> None:
@@ -174,7 +174,7 @@ def compiled(target: Target) -> Any:
     rows = block_rows(target.group, target.q_len)
     capability = divmod(target.capability, 10)
     tiles = replace(choose_tiles(layer, rows, capability), is_dependent=target.is_dependent)
-    step = DecodeStep(torch.zeros(8), torch.zeros(9), torch.zeros(8, 1), target.q_len, causal=True)
+    step = DecodeStep(torch.zeros(8), torch.zeros(9), torch.zeros(8, 1), 8, target.q_len, causal=True)
     constants = {**device.constants(DecodeShape(layer, tiles, 264), step, target.page_size), "lse": None, "sinks": None}
     is_fp8 = target.kv_dtype != BF16
     pointers = {
