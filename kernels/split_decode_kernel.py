@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_attn_plugin.kernels.kv_cache import KVPages
+from vllm_attn_plugin.kernels.kv_cache import KVPages, canonical_strides
 from vllm_attn_plugin.kernels.split_decode_blocks import page_ids, program_of, read_block, request_of, schedule, seen
 from vllm_attn_plugin.kernels.split_decode_rows import (
     LOG2_E,
@@ -258,7 +258,7 @@ def split_decode(
     page_size = kv_pages.k.shape[2]
     k_pages, v_pages = kv_pages
     if layer.kv_dtype in FP8_NAMES:
-        q, k_pages, v_pages = q.view(torch.int32), k_pages.view(torch.int16), v_pages.view(torch.int16)
+        q, k_pages, v_pages = _query_words(q), k_pages.view(torch.int16), v_pages.view(torch.int16)
     split_decode_kernel[(shape.num_programs,)](
         q,
         k_pages,
@@ -320,6 +320,17 @@ def options(tiles: Tiles) -> dict[str, Any]:
     """How the kernel is compiled and launched."""
     dependent = {"launch_pdl": True} if tiles.is_dependent else {}
     return {"num_warps": tiles.num_warps, **dependent}
+
+
+def _query_words(q: torch.Tensor) -> torch.Tensor:
+    """The query as words of two numbers, `[num_rows, num_qo_heads, head_dim / 2]`."""
+    q = canonical_strides(q)
+    if q.stride(0) % 2 or q.stride(1) % 2 or q.storage_offset() % 2:
+        raise ValueError(
+            f"over an fp8 cache the query is read two numbers at a time: its strides {q.stride()} and its offset "
+            f"{q.storage_offset()} must be even."
+        )
+    return q.view(torch.int32)
 
 
 def _check_strides(q: torch.Tensor, kv_pages: KVPages, out: torch.Tensor) -> None:

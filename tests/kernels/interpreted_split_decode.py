@@ -226,6 +226,18 @@ def test_query_beyond_float16_saturates() -> None:
     assert out.isfinite().all()
 
 
+def test_query_over_an_fp8_cache_is_read_in_words() -> None:
+    case = case_of("single_long_decode", kv_dtype=E4M3)
+    kernel, out = set_up(case), torch.full_like(case.q, float("nan"))
+    pages, plan = split_kv_cache(case.kv_cache, E4M3), kernel.plan(case.batch())
+    one_row = case.q.as_strided(case.q.shape, (3, *case.q.stride()[1:]))  # never stepped over, so it may be anything
+    kernel.run(plan, one_row, pages, out, case.inputs)
+    assert_close_to_formula(case, out)
+    odd = torch.zeros(case.q.numel() + 1, dtype=FP16)[1:].view(case.q.shape)
+    with pytest.raises(ValueError, match=r"its offset 1 must be even"):
+        kernel.run(plan, odd, pages, out, case.inputs)
+
+
 def test_rows_that_are_not_dense_are_refused() -> None:
     case = case_of("decode")
     kernel, plan = set_up(case), set_up(case).plan(case.batch())
