@@ -49,10 +49,14 @@ class NoKernelError(ValueError):
 
 
 class Candidate(NamedTuple):
-    """A kernel to try for batches of up to `max_batch_size` requests; for any that is left where that is None."""
+    """A kernel to try for batches of up to `max_batch_size` requests; for any that is left where that is None.
+
+    One that is `measured_only` serves where a table of measured times names it, and is no choice of the rule's own.
+    """
 
     kernel: type[AttentionKernel]
     max_batch_size: int | None = None
+    measured_only: bool = False
 
 
 def _any_size(*kernels: type[AttentionKernel]) -> tuple[Candidate, ...]:
@@ -74,18 +78,20 @@ class Rule:
     decode_fp8: tuple[Candidate, ...] | None = None
 
 
-# By the major number of the compute capability; any other GPU is served as the first. The split decode kernel stands
-# last: a table of measured times may choose it, and it needs no compiler but Triton's where nothing else can be had.
+SPLIT_DECODE = Candidate(SplitDecodeKernel, measured_only=True)
+
+# By the major number of the compute capability; any other GPU is served as the first.
 RULES = {
-    8: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(FA2Kernel, SinkKernel, SplitDecodeKernel)),
+    8: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=(*_any_size(FA2Kernel, SinkKernel), SPLIT_DECODE)),
     9: Rule(
         prefill=_any_size(VllmFA3Kernel, FA3Kernel, FA2Kernel, SinkKernel),
         # XQA again after the others: where they refuse, it serves every size.
         decode=(
             Candidate(XQAKernel, XQA_MAX_BATCH_SIZE),
-            *_any_size(VllmFA3Kernel, FA2Kernel, XQAKernel, SinkKernel, SplitDecodeKernel),
+            *_any_size(VllmFA3Kernel, FA2Kernel, XQAKernel, SinkKernel),
+            SPLIT_DECODE,
         ),
-        decode_fp8=_any_size(XQAKernel, VllmFA3Kernel, FA2Kernel, SinkKernel, SplitDecodeKernel),
+        decode_fp8=(*_any_size(XQAKernel, VllmFA3Kernel, FA2Kernel, SinkKernel), SPLIT_DECODE),
     ),
     10: Rule(
         prefill=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
@@ -93,7 +99,7 @@ RULES = {
     ),
     12: Rule(
         prefill=_any_size(FA2Kernel, SinkKernel),
-        decode=_any_size(XQAKernel, FA2Kernel, SinkKernel, SplitDecodeKernel),
+        decode=(*_any_size(XQAKernel, FA2Kernel, SinkKernel), SPLIT_DECODE),
     ),
 }
 
@@ -167,13 +173,14 @@ def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str |
     prompt = [candidate for candidate in able if not candidate.kernel.waits_for_lengths(phase, engine)]
     if phase is Phase.DECODE and forced is None:
         prompt, reason = _by_table(prompt, layer, engine, reason)
-    kernels = _by_size(prompt, engine)
+    kernels = _by_size(_without_measured_only(prompt), engine)
     if kernels is None:
-        kernels = _by_size(able, engine)
+        kernels = _by_size(_without_measured_only(able), engine)
         reason = "; ".join(filter(None, (reason, WAITS)))
     if kernels is None:
+        tried = {candidate.kernel: reasons[candidate.kernel] for candidate in _without_measured_only(candidates)}
         raise NoKernelError(
-            f"no {phase.value} kernel can serve this layer: {_refusals(reasons)}; "
+            f"no {phase.value} kernel can serve this layer: {_refusals(tried)}; "
             f"{_remedy(phase, layer, engine, forced)}."
         )
     return KernelChoice(kernels, reason)
@@ -197,11 +204,16 @@ def _by_table(
     return [*tuned, Candidate(tuned[-1].kernel)], why if reason is None else f"{reason}; {why}"
 
 
+def _without_measured_only(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that need no table to be chosen."""
+    return [candidate for candidate in candidates if not candidate.measured_only]
+
+
 def _by_size(candidates: Iterable[Candidate], engine: EngineParams) -> BySize[type[AttentionKernel]] | None:
     """The candidates by batch size, up to the engine's largest; None where they leave sizes without a kernel."""
     kernels: list[type[AttentionKernel]] = []
     limits: list[int] = []
-    for kernel, max_batch_size in candidates:
+    for kernel, max_batch_size, _ in candidates:
         if kernel in kernels[-1:]:  # what stood between refused, so that it goes on
             limits.pop()
         else:

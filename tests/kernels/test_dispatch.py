@@ -183,8 +183,8 @@ def test_rules_leave_no_size_without_a_kernel(capability: int) -> None:
     """A kernel that is listed for some sizes is listed for all of them, should it be the only one that can serve."""
     rule = dispatch.RULES[capability]
     for candidates in (rule.prefill, rule.decode, rule.decode_fp8 or rule.decode):
-        limited = {kernel for kernel, limit in candidates if limit is not None}
-        assert limited <= {kernel for kernel, limit in candidates if limit is None}
+        limited = {kernel for kernel, limit, _ in candidates if limit is not None}
+        assert limited <= {kernel for kernel, limit, _ in candidates if limit is None}
 
 
 def test_kernels_are_set_up_with_the_limits_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from batch_specs import SPECS
 from paged_cases import make_case, make_layer
 
-from vllm_attn_plugin.kernels import EngineParams, LayerParams, Phase
+from vllm_attn_plugin.kernels import EngineParams, LayerParams, Phase, Shelf
 from vllm_attn_plugin.kernels.dispatch import KERNELS, choose
 from vllm_attn_plugin.kernels.split_decode import SplitDecodeKernel
 from vllm_attn_plugin.kernels.split_tiles import (
@@ -25,6 +25,7 @@ from vllm_attn_plugin.kernels.split_tiles import (
     most_rows,
     workspace_bytes,
 )
+from vllm_attn_plugin.kernels.tuning import Table, Timing, write_table
 
 FP16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 CPU = torch.device("cpu")
@@ -231,3 +232,20 @@ def test_compiles_without_spilling(target: Target, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("head_dim", "limit"), [(64, 128), (128, 128), (192, 64), (256, 64)])
 def test_most_rows(head_dim: int, limit: int) -> None:
     assert most_rows(head_dim) == limit
+
+
+def measured(tmp_path: Path, layer: LayerParams, microseconds: dict[str, float]) -> EngineParams:
+    """An SM90 engine with a table of one point."""
+    engine = replace(ENGINE, tables=Shelf("a GPU", "0.7.2", (tmp_path,)))
+    configuration = engine.configuration(layer)
+    write_table(Table("a GPU", "0.7.2", configuration, (Timing(4, 4096, microseconds),), "a table"), tmp_path, {})
+    return engine
+
+
+@needs_triton
+def test_no_rule_chooses_it_but_a_table_may(tmp_path: Path) -> None:
+    assert "triton-decode" not in str(choose(Phase.DECODE, LAYER, ENGINE))
+    slower = measured(tmp_path / "slower", LAYER, {"xqa": 10.0, "flashinfer-fa2": 11.0, "triton-decode": 12.0})
+    assert str(choose(Phase.DECODE, LAYER, slower)) == "xqa"
+    faster = measured(tmp_path / "faster", LAYER, {"xqa": 10.0, "flashinfer-fa2": 11.0, "triton-decode": 9.0})
+    assert str(choose(Phase.DECODE, LAYER, faster)) == "triton-decode"
