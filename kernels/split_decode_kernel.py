@@ -318,8 +318,12 @@ def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str,
 
 def options(tiles: Tiles) -> dict[str, Any]:
     """How the kernel is compiled and launched."""
-    dependent = {"launch_pdl": True} if tiles.is_dependent else {}
-    return {"num_warps": tiles.num_warps, **dependent}
+    found: dict[str, Any] = {"num_warps": tiles.num_warps}
+    if tiles.max_registers is not None:
+        found["maxnreg"] = tiles.max_registers
+    if tiles.is_dependent:
+        found["launch_pdl"] = True
+    return found
 
 
 def _query_words(q: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Tiles:
         programs_per_sm: programs a multiprocessor; more than fit there would wait for the first to end.
         min_blocks: a program takes at least so many blocks.
         max_parts: a tile is cut into about so many parts at most: one program merges them all.
+        max_registers: registers a thread, where fewer than the compiler takes let more programs share a multiprocessor.
         is_dependent: whether a launch may begin before the one before it in the stream has ended (SM90 and newer). It
             reads the batch's lengths before that one's end, which must not write them.
     """
@@ -42,6 +43,7 @@ class Tiles:
     programs_per_sm: int
     min_blocks: int = 1
     max_parts: int = 64
+    max_registers: int | None = None
     is_dependent: bool = False
 
 
@@ -98,7 +100,7 @@ def block_rows(group: int, q_len: int) -> int:
 def choose_tiles(layer: LayerParams, rows: int, capability: tuple[int, int] | None = None) -> Tiles:
     """The tiles of a layer, sized to the registers and the shared memory that the compiled kernel takes.
 
-    A turn's keys and values are 32 KiB, so that two programs keep 128 KiB on their way to a large multiprocessor.
+    A turn's keys and values are 32 KiB, so that about 128 KiB are on their way to a large multiprocessor.
 
     Args:
         layer: its parameters.
@@ -110,13 +112,11 @@ def choose_tiles(layer: LayerParams, rows: int, capability: tuple[int, int] | No
     if rows > MAX_SMALL_ROWS:
         block_n = 32 if lanes * rows > 64 * 128 else 64
         return Tiles(block_n=block_n, num_warps=8, num_stages=2, programs_per_sm=1)
-    keys = TURN_BYTES // (2 * lanes * layer.kv_dtype.itemsize)
-    return Tiles(
-        block_n=min(keys, 128),
-        num_warps=4 if rows == MIN_ROWS else 8,
-        num_stages=2 if is_small else 3,
-        programs_per_sm=2,
-    )
+    block_n = min(TURN_BYTES // (2 * lanes * layer.kv_dtype.itemsize), 128)
+    if rows > MIN_ROWS:  # with so many registers that a second program would have none left
+        most_stages = 3 if layer.kv_dtype.itemsize == 1 else 4
+        return Tiles(block_n=block_n, num_warps=8, num_stages=2 if is_small else most_stages, programs_per_sm=1)
+    return Tiles(block_n=block_n, num_warps=4, num_stages=2 if is_small else 3, programs_per_sm=2)
 
 
 def most_rows(head_dim: int) -> int:

@@ -46,6 +46,8 @@ GRIDS = {
     ),
 }
 PROGRAMS_PER_SM = (1, 2, 3, 4)
+# A multiprocessor's registers, the most that a thread may have, and below how many it is not worth a try.
+REGISTERS, MOST_REGISTERS, LEAST_REGISTERS = 65536, 255, 96
 # One long request among short ones: the kernel of even pieces is made for it.
 LONG, SHORT = 30_000, 200
 
@@ -109,6 +111,11 @@ def batches_of(options: argparse.Namespace) -> list[Batch]:
         ) from error
 
 
+def registers_each(num_warps: int, programs: int) -> int:
+    """Registers a thread that let so many programs share a multiprocessor, in eights as they are given out."""
+    return min(MOST_REGISTERS, REGISTERS // (32 * num_warps * programs) // 8 * 8)
+
+
 def tiles_of(options: argparse.Namespace, kv_dtype: str) -> Iterator[Tiles]:
     """The ways to cut that are asked for.
 
@@ -117,9 +124,13 @@ def tiles_of(options: argparse.Namespace, kv_dtype: str) -> Iterator[Tiles]:
     """
     try:
         named = [tuple(map(int, name.split(","))) for name in options.tiles or ()]
-        asked = named or [(*sizes, programs) for sizes, programs in product(GRIDS[kv_dtype], PROGRAMS_PER_SM)]
+        grid = [(*sizes, programs) for sizes, programs in product(GRIDS[kv_dtype], PROGRAMS_PER_SM)]
+        asked = named or [cut for cut in grid if registers_each(cut[1], cut[3]) >= LEAST_REGISTERS]
         for (block_n, num_warps, num_stages, programs), least in product(asked, options.min_blocks):
-            yield Tiles(block_n, num_warps, num_stages, programs, min_blocks=least, is_dependent=options.dependent)
+            each = registers_each(num_warps, programs)
+            limit = each if each < MOST_REGISTERS else None
+            cut = (block_n, num_warps, num_stages, programs, least)
+            yield Tiles(*cut, max_registers=limit, is_dependent=options.dependent)
     except ValueError as error:
         raise UserError(f"--tiles {' '.join(options.tiles)}: give four numbers each, such as 64,4,3,2.") from error
 
