@@ -48,7 +48,7 @@ lint: env ## ruff, its formatter, and mypy on an installed wheel
 	@$(IN_VENV) -m ruff format --check .
 	@$(IN_VENV) -m ci.typecheck
 
-accuracy: env models ## lm_eval on our own tasks, this plugin against vLLM's own CPU backend
+accuracy: env models ## lm_eval on our own tasks, this plugin against vLLM's own CPU backend, on both models
 	@$(IN_VENV) -m ci.accuracy $(ARGS)
 
 fuzz: env ## draw N whole steps at random (20000; SEED= repeats a run) and hold each against fp64

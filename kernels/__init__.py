@@ -1,6 +1,6 @@
 """Paged attention kernels, one family a file, behind one interface; nothing here imports an engine."""
 
-from vllm_attn_plugin.kernels.dispatch import BySize, KernelChoice, NoKernelError, choose, summary
+from vllm_attn_plugin.kernels.dispatch import BySize, KernelChoice, NoKernelError, choose, known_kernels, summary
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -19,6 +19,7 @@ from vllm_attn_plugin.kernels.kv_cache import (
     write_kv_on_gpu,
     write_nvfp4_on_gpu,
 )
+from vllm_attn_plugin.kernels.registered import RegisteredKernelError
 from vllm_attn_plugin.kernels.toolchain import Toolchain, find_toolchain
 from vllm_attn_plugin.kernels.tuning import SHIPPED, Shelf
 
@@ -36,10 +37,12 @@ __all__ = [
     "NVFP4Pages",
     "NoKernelError",
     "Phase",
+    "RegisteredKernelError",
     "Shelf",
     "Toolchain",
     "choose",
     "find_toolchain",
+    "known_kernels",
     "split_kv_cache",
     "split_nvfp4_cache",
     "summary",

@@ -1,7 +1,7 @@
 """FlashAttention 3 (SM90) as vLLM ships it: prefill and decode, drafts included.
 
-Its schedule is made on the device from the device's lengths, so that nothing waits and nothing is planned on the host.
-Over an fp8 cache it takes an fp8 query, which is made here; its softmax weights are fp8 there too.
+Its schedule is made on the device, from the device's lengths, so nothing is planned on the host. Over an fp8 cache it
+takes an fp8 query, which is made here; its softmax weights are fp8 there too.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_attn_plugin.kernels import reasons
+from vllm_attn_plugin.kernels import reasons, trtllm_api
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -25,22 +25,33 @@ from vllm_attn_plugin.metadata import PagedBatch
 CAPABILITIES = ((9, 0),)
 HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
 PAGE_SIZE_STEP = 16
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 # In a graph the parts of a request have a fixed bound, since their partial results have a fixed place: vLLM's default
 # (AttentionConfig.flash_attn_max_num_splits_for_cuda_graph). 0 lets the kernel choose.
 GRAPH_SPLITS, ANY_SPLITS = 32, 0
-# The schedule: one number, and four for each request, requests in fours (vLLM 0.33, FlashAttentionMetadataBuilder).
-SCHEDULE_STEP, SCHEDULE_EACH = 4, 4
 # The library wants sinks in this dtype whatever the query's.
 SINKS_DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True)
+@dataclass
 class FA3Step:
-    """What a step planned: the arguments that all layers share, and how many rows of the query take part."""
+    """What a step planned.
+
+    Attributes:
+        num_rows: rows of the query that take part; those after it are padding.
+        batch_size: requests.
+        scheduled: arguments that the schedule and every layer's call share.
+        others: arguments of the layers' calls alone.
+        schedule: how the work is split over the multiprocessors, the same for all layers. The first layer's call makes
+            it: in a captured graph it must be among what is replayed, since the lengths are others then.
+        is_captured: whether the schedule belongs to a graph, which alone may read it.
+    """
 
     num_rows: int
-    arguments: dict[str, Any]
+    batch_size: int
+    scheduled: dict[str, Any]
+    others: dict[str, Any]
+    schedule: torch.Tensor | None = None
+    is_captured: bool = False
 
 
 class VllmFA3Kernel(AttentionKernel):
@@ -49,16 +60,14 @@ class VllmFA3Kernel(AttentionKernel):
     name = "vllm-fa3"
     graph_support = GraphSupport.UNIFORM
     reads_page_lists = False
+    serves_mixed = True
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         super().__init__(phase, layer, engine)
-        self._is_fp8 = layer.kv_dtype in FP8_DTYPES
         self._most_graph_rows = max(engine.decode_graph_sizes, default=0) if phase is Phase.DECODE else 0
-        requests = -(-engine.max_batch_size // SCHEDULE_STEP) * SCHEDULE_STEP
-        # A captured graph reads its schedule here in each replay.
-        self._schedule = torch.zeros(1 + SCHEDULE_EACH * requests, dtype=torch.int32, device=engine.device)
-        self._fp8_query = None
-        if self._is_fp8:
+        # Only an fp8 cache wants an fp8 query.
+        self._fp8_query: torch.Tensor | None = None
+        if layer.kv_dtype in FP8_DTYPES:
             width = layer.num_qo_heads * layer.head_dim
             buffer = workspaces(engine.device).reserve_fp8_query(engine.max_num_tokens * width)
             rows = buffer[: engine.max_num_tokens * width].view(layer.kv_dtype)
@@ -69,16 +78,14 @@ class VllmFA3Kernel(AttentionKernel):
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
         del phase
-        is_multiple = not layer.head_dim % HEAD_DIM_STEP and 0 < layer.head_dim <= MAX_HEAD_DIM
         found = [
             *reasons.capability(engine, CAPABILITIES),
+            *reasons.head_dim_step(layer, HEAD_DIM_STEP, MAX_HEAD_DIM),
             *reasons.when(
-                not is_multiple, f"head_dim {layer.head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+                engine.page_size % PAGE_SIZE_STEP,
+                f"page size {engine.page_size} is none that it reads, multiples of {PAGE_SIZE_STEP}",
             ),
-            *reasons.when(
-                engine.page_size % PAGE_SIZE_STEP, f"page size {engine.page_size} is no multiple of {PAGE_SIZE_STEP}"
-            ),
-            *reasons.dtypes(layer, HALF_DTYPES, (torch.float8_e4m3fn,)),
+            *reasons.dtypes(layer, reasons.HALF_DTYPES, (torch.float8_e4m3fn,)),
             *reasons.alibi(layer),
         ]
         if not found and engine.toolchain.flash_attention3_problem is not None:
@@ -86,46 +93,57 @@ class VllmFA3Kernel(AttentionKernel):
         return found
 
     def plan(self, batch: PagedBatch) -> FA3Step:
-        """See `AttentionKernel.plan`: one small kernel on the device, which splits requests by their lengths there."""
+        """See `AttentionKernel.plan`."""
         is_in_graph = batch.num_rows <= self._most_graph_rows
-        shared: dict[str, Any] = {
+        scheduled = {
             "max_seqlen_q": max(batch.max_q_len, 1),
             # In a graph the same at capture and replay; else what the host knows, so that short ones are not split.
-            "max_seqlen_k": self.engine.max_seq_len if is_in_graph else max(int(batch.seq_lens_cpu.numpy().max()), 1),
+            "max_seqlen_k": self.engine.max_seq_len if is_in_graph else max(batch.longest, 1),
             "cu_seqlens_q": batch.qo_indptr,
             "causal": batch.causal,
             "window_size": self._window(batch.causal),
             "num_splits": GRAPH_SPLITS if is_in_graph else ANY_SPLITS,
         }
-        arguments = {
-            **shared,
+        others = {
             "seqused_k": batch.seq_lens,
             "block_table": batch.block_tables,
             "softcap": self.layer.logits_soft_cap,
-            "scheduler_metadata": self._make_schedule(batch, shared, is_in_graph),
             "fa_version": 3,
         }
-        return FA3Step(batch.num_qo_tokens, arguments)
+        return FA3Step(batch.num_qo_tokens, batch.batch_size, scheduled, others)
+
+    def renewed(self, plan: Any) -> Any:
+        """See `AttentionKernel.renewed`: all but the schedule; outside graphs the longest request counts too."""
+        if plan.scheduled["num_splits"] != GRAPH_SPLITS:
+            return None
+        return FA3Step(plan.num_rows, plan.batch_size, plan.scheduled, plan.others)
 
     def _window(self, causal: bool) -> tuple[int, int]:
         """Keys to the left and to the right that a query sees, -1 for all; causal queries see none to the right."""
         return self.layer.window_left, 0 if causal and self.layer.window_left >= 0 else -1
 
-    def _make_schedule(self, batch: PagedBatch, shared: dict[str, Any], is_in_graph: bool) -> torch.Tensor:
+    def _schedule_of(self, plan: FA3Step) -> torch.Tensor:
+        """The step's schedule, made by its first layer; an engine may warm up and capture with one plan."""
+        is_capturing = self.engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if plan.schedule is None or plan.is_captured != is_capturing:
+            plan.schedule, plan.is_captured = self._make_schedule(plan), is_capturing
+        return plan.schedule
+
+    def _make_schedule(self, plan: FA3Step) -> torch.Tensor:
         from vllm.vllm_flash_attn import get_scheduler_metadata
 
         schedule: torch.Tensor = get_scheduler_metadata(
-            batch_size=batch.batch_size,
+            batch_size=plan.batch_size,
             num_heads_q=self.layer.num_qo_heads,
             num_heads_kv=self.layer.num_kv_heads,
             headdim=self.layer.head_dim,
-            cache_seqlens=batch.seq_lens,
+            cache_seqlens=plan.others["seqused_k"],
             qkv_dtype=self.layer.kv_dtype,
-            page_size=batch.page_size,
+            page_size=self.engine.page_size,
             has_softcap=self.layer.logits_soft_cap > 0,
-            **shared,
+            **plan.scheduled,
         )
-        return self._schedule[: len(schedule)].copy_(schedule) if is_in_graph else schedule
+        return schedule
 
     def run(
         self,
@@ -139,35 +157,30 @@ class VllmFA3Kernel(AttentionKernel):
         """See `AttentionKernel.run`."""
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        num_rows, arguments = plan.num_rows, plan.arguments
-        scale = self.layer.sm_scale
-        if self._is_fp8:
-            q = self._quantized(q[:num_rows], inputs.q_scale)
+        num_rows, scale, v_descale = plan.num_rows, self.layer.sm_scale, None
+        sinks = trtllm_api.checked_sinks(self.layer, inputs)
+        if self._fp8_query is not None:
+            q = _quantized(q[:num_rows], self._fp8_query, inputs.q_scale)
             # The library's descaling factors of query and keys only ever multiply this one.
             scale *= inputs.q_scale * inputs.k_scale
-            arguments = {**arguments, "v_descale": self._v_descale(plan, inputs)}
+            v_descale = self._v_descale(plan.batch_size, inputs)
         result = flash_attn_varlen_func(
             q=q[:num_rows],
             k=canonical_strides(kv_pages.k.transpose(1, 2)),
             v=canonical_strides(kv_pages.v.transpose(1, 2)),
             out=out[:num_rows],
             softmax_scale=scale,
-            s_aux=None if inputs.sinks is None else inputs.sinks.to(SINKS_DTYPE),
+            s_aux=None if sinks is None else sinks.to(SINKS_DTYPE),
+            v_descale=v_descale,
+            scheduler_metadata=self._schedule_of(plan),
             return_softmax_lse=lse is not None,
-            **arguments,
+            **plan.scheduled,
+            **plan.others,
         )
         if lse is not None:
             lse[:num_rows].copy_(result[1].transpose(0, 1))
 
-    def _quantized(self, q: torch.Tensor, q_scale: float) -> torch.Tensor:
-        from vllm_attn_plugin.kernels.quantize_kernel import quantize_rows
-
-        assert self._fp8_query is not None
-        quantized = self._fp8_query[: len(q)]
-        quantize_rows(q, quantized, q_scale)
-        return quantized
-
-    def _v_descale(self, plan: FA3Step, inputs: KernelInputs) -> torch.Tensor:
+    def _v_descale(self, batch_size: int, inputs: KernelInputs) -> torch.Tensor:
         """float32 `[batch_size, num_kv_heads]`, one number by stride.
 
         Raises:
@@ -181,5 +194,13 @@ class VllmFA3Kernel(AttentionKernel):
                     f"the number {inputs.v_scale}."
                 )
             factor = self._v_scale_of_one
-        batch_size = len(plan.arguments["seqused_k"])
         return factor.view(()).expand(batch_size, self.layer.num_kv_heads)
+
+
+def _quantized(q: torch.Tensor, into: torch.Tensor, q_scale: float) -> torch.Tensor:
+    """The query in fp8, at the head of a buffer."""
+    from vllm_attn_plugin.kernels.quantize_kernel import quantize_rows
+
+    quantized = into[: len(q)]
+    quantize_rows(q, quantized, q_scale)
+    return quantized

@@ -26,7 +26,6 @@ from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 SM80, SM90 = (8, 0), (9, 0)
 LOG_2 = math.log(2)
 
@@ -85,7 +84,7 @@ class NativeKernel(AttentionKernel):
             *reasons.capability_from(engine, SM80),
             *reasons.none_of("head_dim", layer.head_dim, HEAD_DIMS),
             *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
-            *reasons.dtypes(layer, HALF_DTYPES, FP8_DTYPES),
+            *reasons.dtypes(layer, reasons.HALF_DTYPES, FP8_DTYPES),
             *reasons.when(
                 layer.has_sinks and not cls.serves_sinks, "FlashInfer accepts attention sinks here and ignores them"
             ),

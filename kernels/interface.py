@@ -143,11 +143,16 @@ class AttentionKernel(ABC):
         name: what settings and logs call it.
         graph_support: which decode batches it can serve from a full CUDA graph.
         reads_page_lists: whether its plan reads the page lists on the device; where none does they are not made.
+        serves_mixed: whether a step's decodes may go with its prefills in one call, as prefills.
+        placed_before: for a kernel that another package registers, names of kernels: it is tried before the first of
+            them that a GPU family's rule lists, and after all others where the rule lists none.
     """
 
     name: ClassVar[str]
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
     reads_page_lists: ClassVar[bool] = True
+    serves_mixed: ClassVar[bool] = False
+    placed_before: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         self.phase = phase
@@ -174,6 +179,14 @@ class AttentionKernel(ABC):
     @abstractmethod
     def plan(self, batch: PagedBatch) -> Any:
         """Prepare one step on the host; the plan is good for every layer with this kernel's parameters."""
+
+    def renewed(self, plan: Any) -> Any:
+        """The plan for a step that differs from the plan's own in nothing but the KV lengths.
+
+        None, as here, where it must be planned anew. The lengths are within the engine's limit and the block table's.
+        """
+        del plan
+        return None
 
     @abstractmethod
     def run(

@@ -13,6 +13,8 @@ from vllm_attn_plugin.kernels.interface import EngineParams, LayerParams
 
 Capability = tuple[int, int]
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
 # FlashInfer's names of dtypes in its modules' names.
 DTYPE_NAMES = {
     torch.float16: "f16",
@@ -42,6 +44,12 @@ def none_of(what: str, value: object, allowed: Iterable[object]) -> list[str]:
     """The reason against a value that is not among those allowed."""
     allowed = tuple(allowed)
     return [] if value in allowed else [f"{what} {value} is none of {listed(allowed)}"]
+
+
+def head_dim_step(layer: LayerParams, step: int, most: int) -> list[str]:
+    """The reason against a head size that is no multiple of a step, or above the most."""
+    is_served = 0 < layer.head_dim <= most and not layer.head_dim % step
+    return when(not is_served, f"head_dim {layer.head_dim} is no multiple of {step} up to {most}")
 
 
 def when(condition: object, reason: str) -> list[str]:

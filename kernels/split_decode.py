@@ -96,6 +96,10 @@ class SplitDecodeKernel(AttentionKernel):
         q_len = max(batch.max_q_len, 1)
         return DecodeStep(batch.seq_lens, batch.qo_indptr, batch.block_tables, batch.num_rows, q_len, batch.causal)
 
+    def renewed(self, plan: Any) -> Any:
+        """See `AttentionKernel.renewed`: the lengths are read on the device."""
+        return plan
+
     def run(
         self,
         plan: Any,

@@ -6,7 +6,7 @@ the last batch as for the first, and no time goes into allocating gigabytes a ba
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -22,6 +22,9 @@ LEAST_CACHE_BYTES = 160 << 20
 # Of a GPU's memory, for one layer's cache: 256 requests of 32768 tokens take 64 GiB, and graphs need some too.
 MOST_CACHE_PART = 0.6
 MOST_LAYERS = 32
+# Engines are told the longest request that they may meet, mostly far longer than those that they do meet, and some
+# kernels split their work by it.
+LONGEST = 32768
 # Numbers drawn; a larger pool repeats them. Of a large one there may be no room for a second copy in another dtype.
 DRAWN = 64 << 20
 
@@ -163,21 +166,25 @@ class Shape:
 
     Attributes:
         point: what it was made of.
-        layer, engine: what kernels are set up with.
+        layer, engine: what kernels are set up with; the engine may meet requests of `LONGEST`.
         caches: one a layer, see `Pool.cut`.
-        q, out: `[batch_size * q_len, num_qo_heads, head_dim]`, the query's dtype.
+        q, q_source, out: `[batch_size * q_len, num_qo_heads, head_dim]`, the query's dtype.
     """
 
     def __init__(self, point: Point, pool: Pool) -> None:
         self.point, self.device = point, pool.device
-        self.layer, self.engine = layer_of(point.configuration), engine_of(point, pool.device)
+        self.layer, engine = layer_of(point.configuration), engine_of(point, pool.device)
+        self.engine = replace(engine, max_seq_len=max(point.seq_len, LONGEST))
         self.caches = pool.cut(point)
         q_shape = (point.batch_size * point.q_len, self.layer.num_qo_heads, self.layer.head_dim)
-        self.q = torch.randn(q_shape, dtype=torch.bfloat16, device=self.device).to(self.layer.q_dtype)
+        self.q_source = torch.randn(q_shape, dtype=torch.bfloat16, device=self.device).to(self.layer.q_dtype)
+        self.q = self.q_source.clone()
         self.out = torch.empty_like(self.q)
         # No page 0: that is where engines let what is padded point to.
         pages = torch.randperm(point.num_pages - 1, device=self.device).int() + 1
-        self.block_tables = pages.view(point.batch_size, -1)
+        # As wide as the engine's longest request needs; null pages behind those in use.
+        self.block_tables = pages.new_zeros(point.batch_size, self.engine.max_pages_per_request)
+        self.block_tables[:, : len(pages) // point.batch_size] = pages.view(point.batch_size, -1)
         self.qo_indptr_cpu = torch.arange(point.batch_size + 1, dtype=torch.int32) * point.q_len
         self.qo_indptr = self.qo_indptr_cpu.to(self.device)
         self.seq_lens_cpu = torch.full((point.batch_size,), point.seq_len, dtype=torch.int32)

@@ -1,8 +1,10 @@
 """Times of one layer's attention on a GPU, kernel by kernel, each planned and run as in an engine.
 
 Several layers with caches of their own lie in one CUDA graph, which is replayed, so that the host's calls are not in
-the time. What a layer reads was not read a moment ago: the L2 cache is filled with something else before each replay.
-Pages are shuffled. Kernels take turns, and medians are kept.
+the time. Before each layer something else writes the query, as in an engine; a kernel that may start before its
+predecessor has ended would else overlap with its own. That one's time is taken off. What a layer reads was not read a
+moment ago: the L2 cache is filled with something else before each replay. Pages are shuffled. Kernels take turns, and
+medians are kept.
 
 Everything here but `CudaClock` and the capture runs on a CPU too.
 """
@@ -15,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.kernels.dispatch import known_kernels
 from vllm_attn_plugin.kernels.interface import KernelInputs, Phase
 from vllm_attn_plugin.kernels.kv_cache import split_kv_cache
 from vllm_attn_plugin.kernels.timed_batch import CUDA, LEAST_CACHE_BYTES, Shape
@@ -55,6 +57,7 @@ class Runner:
         replans: whether `plan` goes before each replay. Not where a graph is only a way to time a step that engines run
             without one: what it reads is where it was when it was captured.
         answer: the result for the first layer's cache as the shape has it, to compare kernels by; None for none.
+        blank: the same replay without the kernel, whose time is taken off; None for nothing.
     """
 
     plan: Callable[[], object]
@@ -62,6 +65,7 @@ class Runner:
     layers: int
     replans: bool = True
     answer: torch.Tensor | None = None
+    blank: "Runner | None" = None
 
 
 class Clock(Protocol):
@@ -114,7 +118,8 @@ def is_steady(times: list[float]) -> bool:
 def _one_round(name: str, runner: Runner, clock: Clock) -> float:
     if runner.replans:
         _guarded(name, lambda one: one.plan(), runner)
-    return _guarded(name, clock.replay_us, runner) / runner.layers
+    blank_us = 0.0 if runner.blank is None else _guarded(name, clock.replay_us, runner.blank)
+    return (_guarded(name, clock.replay_us, runner) - blank_us) / runner.layers
 
 
 def _guarded(name: str, call: Callable[[Runner], Result], runner: Runner) -> Result:
@@ -126,7 +131,7 @@ def _guarded(name: str, call: Callable[[Runner], Result], runner: Runner) -> Res
 
 def prepare(shape: Shape, name: str) -> Runner:
     """One of this package's kernels on a shape, planned and run as the impl does it."""
-    kernel = KERNELS[name](shape.point.phase, shape.layer, shape.engine)
+    kernel = known_kernels()[name](shape.point.phase, shape.layer, shape.engine)
     batch = shape.batch()
 
     def run_layer(plan: Any, cache: torch.Tensor) -> None:
@@ -156,13 +161,18 @@ def make_runner(
     answer = out.clone()
     caches = [as_read(cache) for cache in shape.caches]
 
+    def run_blank() -> None:
+        for _ in caches:
+            shape.q.copy_(shape.q_source)
+
     def run() -> None:
         for cache in caches:
+            shape.q.copy_(shape.q_source)
             run_layer(planned, cache)
 
-    replay = _captured(run) if shape.device.type == "cuda" else run
+    replay, blank = (_captured(one) if shape.device.type == "cuda" else one for one in (run, run_blank))
     is_decode = shape.point.phase is Phase.DECODE
-    return Runner(plan, replay, len(caches), is_decode, answer)
+    return Runner(plan, replay, len(caches), is_decode, answer, Runner(lambda: None, blank, len(caches), replans=False))
 
 
 def _captured(run: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""What it takes to have a kernel's code on this machine. FlashInfer's: the package, then a compiler or prebuilt modules.
+"""What it takes to have a kernel's code on this machine: its package; for FlashInfer's a compiler or prebuilt modules.
 
 FlashInfer ships its kernels as sources and compiles each at first use, with nvcc and ninja; its companion package
 flashinfer-jit-cache holds the common ones compiled. What it compiled itself in an earlier run does not count here: it

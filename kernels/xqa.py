@@ -18,12 +18,11 @@ from vllm_attn_plugin.kernels.interface import (
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, trtllm_bytes, workspaces
 from vllm_attn_plugin.metadata import PagedBatch
-from vllm_attn_plugin.metadata.indptr import IntArray
+from vllm_attn_plugin.metadata.indptr import IntArray, lengths_of
 
 CAPABILITIES = ((9, 0), (12, 0), (12, 1))
 PAGE_SIZES = (16, 32, 64, 128)
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 MASK_WORD_BITS = 32
 
 
@@ -79,15 +78,12 @@ class XQAKernel(AttentionKernel):
     @classmethod
     def reasons_against(cls, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `AttentionKernel.reasons_against`."""
-        is_multiple = not layer.head_dim % HEAD_DIM_STEP and 0 < layer.head_dim <= MAX_HEAD_DIM
         found = [
             *reasons.when(phase is not Phase.DECODE, "it only decodes"),
             *reasons.capability(engine, CAPABILITIES),
-            *reasons.when(
-                not is_multiple, f"head_dim {layer.head_dim} is no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
-            ),
+            *reasons.head_dim_step(layer, HEAD_DIM_STEP, MAX_HEAD_DIM),
             *reasons.none_of("page size", engine.page_size, PAGE_SIZES),
-            *reasons.dtypes(layer, HALF_DTYPES, (torch.float8_e4m3fn,)),
+            *reasons.dtypes(layer, reasons.HALF_DTYPES, (torch.float8_e4m3fn,)),
             *reasons.soft_cap(layer),
             *reasons.alibi(layer),
         ]
@@ -99,7 +95,7 @@ class XQAKernel(AttentionKernel):
 
     def plan(self, batch: PagedBatch) -> XQAPlan:
         """See `AttentionKernel.plan`."""
-        q_lens = np.diff(batch.qo_indptr_cpu.numpy())  # not torch's: half the time, and every step pays it
+        q_lens = lengths_of(batch.qo_indptr_cpu.numpy())
         q_len = max(batch.max_q_len, 1)
         num_requests = _uniform_requests(q_lens, q_len, batch.num_rows)
         is_uniform = num_requests is not None
@@ -118,6 +114,10 @@ class XQAKernel(AttentionKernel):
             mask=mask,
             q_cu_seq_lens=None if is_uniform else trtllm_api.dense_int32("qo_indptr", batch.qo_indptr),
         )
+
+    def renewed(self, plan: Any) -> Any:
+        """See `AttentionKernel.renewed`: it reads the lengths on the device."""
+        return plan
 
     def run(
         self,

@@ -4,7 +4,7 @@ Everything here is numpy and torch; nothing imports an engine or a kernel librar
 """
 
 from vllm_attn_plugin.metadata.checks import BatchError
-from vllm_attn_plugin.metadata.indptr import indptr_from_lengths
+from vllm_attn_plugin.metadata.indptr import indptr_from_lengths, lengths_of
 from vllm_attn_plugin.metadata.paged_batch import (
     PagedBatch,
     PageListBuffers,
@@ -34,6 +34,7 @@ __all__ = [
     "find_violation",
     "find_violations",
     "indptr_from_lengths",
+    "lengths_of",
     "make_device_batch",
     "make_paged_batch",
     "make_uncached_batch",

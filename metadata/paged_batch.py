@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_attn_plugin.metadata import checks
@@ -12,6 +11,7 @@ from vllm_attn_plugin.metadata.indptr import (
     IntArray,
     gather_page_ids,
     indptr_from_lengths,
+    lengths_of,
     span_pages,
 )
 
@@ -88,6 +88,11 @@ class PagedBatch:
         return self.seq_lens_cpu.shape[0]
 
     @property
+    def longest(self) -> int:
+        """The longest request's KV length, or an upper bound."""
+        return int(self.seq_lens_cpu.numpy().max(initial=0))
+
+    @property
     def num_qo_tokens(self) -> int:
         """Number of query tokens of all requests."""
         return int(self.qo_indptr_cpu.numpy()[-1])
@@ -111,7 +116,7 @@ class PagedBatch:
     def _lists(self) -> HostLists:
         if self.host_lists is not None:
             return self.host_lists
-        q_lens = np.diff(self.qo_indptr_cpu.numpy())
+        q_lens = lengths_of(self.qo_indptr_cpu.numpy())
         span = span_pages(self.seq_lens_cpu.numpy(), q_lens, self.page_size, self.window_left)
         checks.check_last_page_lens(span.last_page_lens, span.count, self.page_size)
         return HostLists(
@@ -125,12 +130,17 @@ class PagedBatch:
         if (start, stop) == (0, self.batch_size):
             return self
         qo_indptr = self.qo_indptr_cpu.numpy()
-        q_lens = np.diff(qo_indptr[start : stop + 1])
+        q_lens = lengths_of(qo_indptr[start : stop + 1])
         padding = self.num_rows - self.num_qo_tokens if stop == self.batch_size else 0
         lists = self.__dict__.get("_lists", self.host_lists)
-        first_page, end_page = 0, 0
+        listed = {}
         if self.paged_kv_indices.numel():
             first_page, end_page = (int(self.paged_kv_indptr_cpu[request]) for request in (start, stop))
+            listed = {
+                "paged_kv_indptr": _rebased(self.paged_kv_indptr, start, stop),
+                "paged_kv_indices": self.paged_kv_indices[first_page:end_page],
+                "paged_kv_last_page_len": self.paged_kv_last_page_len[start:stop],
+            }
         return self._with(
             max_q_len=int(q_lens.max(initial=0)),
             num_rows=int(qo_indptr[stop] - qo_indptr[start]) + padding,
@@ -139,11 +149,9 @@ class PagedBatch:
             seq_lens=self.seq_lens[start:stop],
             seq_lens_cpu=self.seq_lens_cpu[start:stop],
             block_tables=self.block_tables[start:stop],
-            paged_kv_indptr=_rebased(self.paged_kv_indptr, start, stop),
-            paged_kv_indices=self.paged_kv_indices[first_page:end_page],
-            paged_kv_last_page_len=self.paged_kv_last_page_len[start:stop],
             page_list_buffers=None,
             host_lists=None if lists is None else lists.rows(start, stop),
+            **listed,
         )
 
     def for_window(self, window_left: int) -> "PagedBatch":
@@ -299,9 +307,9 @@ def make_device_batch(
     Raises:
         BatchError: names the request, the value and the limit. Page ids are not looked at: they are on the GPU.
     """
-    is_padding = np.diff(qo_indptr_cpu.numpy()) == 0
-    if is_padding.any():
-        seq_lens_cpu = seq_lens_cpu.masked_fill(torch.from_numpy(is_padding), 0)
+    q_lens = lengths_of(qo_indptr_cpu.numpy())
+    if not q_lens.all():
+        seq_lens_cpu = seq_lens_cpu.masked_fill(torch.from_numpy(q_lens == 0), 0)
     return _unlisted_batch(
         qo_indptr=qo_indptr,
         qo_indptr_cpu=qo_indptr_cpu,

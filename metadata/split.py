@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from vllm_attn_plugin.metadata.indptr import lengths_of
 from vllm_attn_plugin.metadata.paged_batch import PagedBatch
 
 
@@ -17,7 +18,7 @@ def count_leading_decodes(qo_indptr: torch.Tensor, max_decode_q_len: int) -> int
         qo_indptr: int32 `[batch_size + 1]` on the CPU.
         max_decode_q_len: 1, or 1 + the number of draft tokens under speculative decoding.
     """
-    is_prefill = np.diff(qo_indptr.numpy()) > max_decode_q_len
+    is_prefill = lengths_of(qo_indptr.numpy()) > max_decode_q_len
     return int(np.argmax(is_prefill)) if is_prefill.any() else len(is_prefill)
 
 

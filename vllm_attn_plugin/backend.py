@@ -24,6 +24,7 @@ from vllm_attn_plugin.kernels import (
 )
 from vllm_attn_plugin.kernels.kv_cache import NVFP4_BLOCK
 from vllm_attn_plugin.kernels.trtllm_gen import FP8, TrtllmGenKernel
+from vllm_attn_plugin.machine import Machine
 from vllm_attn_plugin.settings import own_tables, settings
 
 FP8_CACHE_DTYPES = {
@@ -34,7 +35,8 @@ FP8_CACHE_DTYPES = {
 CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES, "nvfp4": NVFP4}
 
 DEFAULT_PAGE_SIZE = 16  # where none was asked for: one that every kernel reads
-SM90_PAGE_SIZE = 64
+SM90_MAJOR, SM90_PAGE_SIZE = 9, 64
+GPU_PAGE_SIZES = (16, 32, 64)
 TRTLLM_GEN_MAJOR = 10  # compute capability 10.x, whose kernels read head-major pages alone
 
 # Kernels take the content of a page by stride, so the order of the layers, pages, heads and tokens is free. First is
@@ -96,10 +98,34 @@ def machine_toolchain(compute_capability: tuple[int, int] | None) -> Toolchain:
     return replace(toolchain, has_cubins=has_nvidia_artifactory())
 
 
-def engine_to_be() -> EngineParams:
-    """What is known of the engine while its model is being built."""
-    now = {"device_capability": current_platform.get_device_capability(), "block_size": None}
-    return _engine_to_be(now, get_current_vllm_config_or_none())
+def this_machine(device: torch.device) -> Machine:
+    """The machine that this process runs on.
+
+    Args:
+        device: where the cache lives.
+    """
+    if device.type != "cuda":
+        return Machine(device, toolchain=machine_toolchain(None), tables=machine_tables())
+    compute_capability = torch.cuda.get_device_capability(device)
+    return Machine(
+        device=device,
+        compute_capability=compute_capability,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        toolchain=machine_toolchain(compute_capability),
+        tables=machine_tables(),
+    )
+
+
+def engine_to_be(machine: Machine | None = None, config: Any = None) -> EngineParams:
+    """What is known of the engine while its model is being built.
+
+    Args:
+        machine: what it is to run on; default this machine.
+        config: vLLM's configuration; default the current one.
+    """
+    if machine is None:
+        machine = _machine_to_be(current_platform.get_device_capability())
+    return _engine_to_be(machine, None, config or get_current_vllm_config_or_none())
 
 
 def machine_tables() -> Shelf:
@@ -157,16 +183,15 @@ class AttnPluginBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
         """Tokens a kernel page may have; a larger block is split where the sizes are listed one by one."""
-        return [16, 32, 64] if current_platform.is_cuda() else [MultipleOf(16)]
+        return list(GPU_PAGE_SIZES) if current_platform.is_cuda() else [MultipleOf(16)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """The block size where the user gave none: 64 on SM90, where every kernel is as fast with it or faster.
-
-        XQA gains up to a fifth of its time there over pages of 16, FlashInfer's fa2 one or two parts in a hundred.
-        """
-        is_sm90 = current_platform.is_cuda() and current_platform.is_device_capability_family(90)
-        return max(default_block_size, SM90_PAGE_SIZE) if is_sm90 else default_block_size
+        """The block size where the user gave none, see `preferred_block_size`."""
+        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+        return preferred_block_size(
+            None if capability is None else (capability.major, capability.minor), default_block_size
+        )
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -244,7 +269,8 @@ def _explain(reason: str, configuration: dict[str, Any]) -> str:
 def _dispatch_reasons(configuration: dict[str, Any]) -> list[str]:
     """Ask the dispatch for kernels of each phase, with what is known before a model is built."""
     config = get_current_vllm_config_or_none()
-    engine = _engine_to_be(configuration, config)
+    machine = _machine_to_be(configuration["device_capability"])
+    engine = _engine_to_be(machine, configuration["block_size"], config)
     layer = with_query_dtype(_layer_to_be(configuration, config), engine)
     reasons = []
     for phase in Phase:
@@ -269,24 +295,41 @@ def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
     )
 
 
-def _page_size(block_size: int | None) -> int:
-    """Tokens a kernel page: the engine splits a block into the largest page that divides it, where pages are listed."""
-    sizes = AttnPluginBackend.get_supported_kernel_block_sizes()
-    divisors = [size for size in sizes if isinstance(size, int) and block_size and block_size % size == 0]
+def preferred_block_size(compute_capability: tuple[int, int] | None, vllm_default: int = DEFAULT_PAGE_SIZE) -> int:
+    """Tokens a block where the user gave none: 64 on SM90, where every kernel is as fast with it or faster.
+
+    XQA gains up to a fifth of its time there over pages of 16, FlashInfer's fa2 one or two parts in a hundred.
+
+    Args:
+        compute_capability: of the GPU; None for none.
+        vllm_default: what vLLM would take.
+    """
+    is_sm90 = compute_capability is not None and compute_capability[0] == SM90_MAJOR
+    return max(vllm_default, SM90_PAGE_SIZE) if is_sm90 else vllm_default
+
+
+def kernel_page_size(block_size: int | None, is_gpu: bool) -> int:
+    """Tokens a kernel page: on a GPU the engine splits a block into the largest page that divides it."""
+    divisors = [size for size in GPU_PAGE_SIZES if is_gpu and block_size and block_size % size == 0]
     return max(divisors, default=block_size or DEFAULT_PAGE_SIZE)
 
 
-def _engine_to_be(configuration: dict[str, Any], config: Any) -> EngineParams:
-    capability = configuration["device_capability"]
+def _machine_to_be(capability: Any) -> Machine:
+    """This machine without its tables: whether a kernel can serve does not depend on them."""
     compute_capability = None if capability is None else (capability.major, capability.minor)
+    device = torch.device(current_platform.device_type)
+    return Machine(device, compute_capability, toolchain=machine_toolchain(compute_capability))
+
+
+def _engine_to_be(machine: Machine, block_size: int | None, config: Any) -> EngineParams:
     return EngineParams(
-        device=torch.device(current_platform.device_type),
-        page_size=_page_size(configuration["block_size"]),
+        device=machine.device,
+        page_size=kernel_page_size(block_size, machine.device.type == "cuda"),
         max_batch_size=1 if config is None else config.scheduler_config.max_num_seqs,
         max_num_tokens=1,
         max_seq_len=1,
         max_decode_q_len=1 if config is None else max_decode_query_len(config),
-        compute_capability=compute_capability,
+        compute_capability=machine.compute_capability,
         use_trtllm=None if config is None else config.attention_config.use_trtllm_attention,
-        toolchain=machine_toolchain(compute_capability),
+        toolchain=machine.toolchain,
     )

@@ -1,5 +1,6 @@
 """The metadata builder: vLLM's names become the kernels' names here, and nowhere else."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from vllm_attn_plugin.backend import machine_tables, machine_toolchain
+from vllm_attn_plugin import metrics
+from vllm_attn_plugin.backend import this_machine
 from vllm_attn_plugin.kernels import (
     AttentionKernel,
     BySize,
@@ -27,6 +29,7 @@ from vllm_attn_plugin.kernels import (
     summary,
 )
 from vllm_attn_plugin.kernels.workspace import workspaces
+from vllm_attn_plugin.machine import Machine
 from vllm_attn_plugin.metadata import (
     PagedBatch,
     PageListBuffers,
@@ -35,6 +38,7 @@ from vllm_attn_plugin.metadata import (
     make_uncached_batch,
     split_decode_prefill,
 )
+from vllm_attn_plugin.recent_steps import RecentSteps
 from vllm_attn_plugin.settings import settings
 
 logger = init_logger("vllm.attn_plugin")
@@ -81,6 +85,22 @@ class AttnPluginMetadata(AttentionMetadata):
     num_rows: int
     plans: dict[LayerParams, LayerPlans]
 
+    def renewed(self) -> "AttnPluginMetadata | None":
+        """The metadata of a decode step that differs in nothing but KV lengths; None where it must be planned anew."""
+        plans = {}
+        for params, of_layer in self.plans.items():
+            decode = of_layer.decode
+            if decode is None or of_layer.prefill is not None:
+                return None
+            plan = decode.kernel.renewed(decode.plan)
+            if plan is None:
+                return None
+            # What is not changed by the step is handed out again.
+            is_kept = plan is decode.plan
+            plans[params] = of_layer if is_kept else LayerPlans(PlannedPhase(decode.kernel, plan, decode.rows), None)
+        is_same = all(plans[params] is of_layer for params, of_layer in self.plans.items())
+        return self if is_same else AttnPluginMetadata(self.num_rows, plans)
+
 
 class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
     """Plans each step for one KV-cache group, whose layers may differ in window, soft cap, scale and sinks."""
@@ -95,10 +115,15 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             params: set_up_kernels(params, self._engine)
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
+        self._serves_mixed = all(_one_serves_mixed(phases) for phases in self._kernels.values())
+        self._counts = metrics.counts_of(self._kernels, vllm_config.parallel_config)
         self._page_lists = self._make_page_list_buffers()
         reserved = workspaces(device).summary()
         if reserved:
             logger.info_once("Attention workspaces on %s: %s.", device, reserved)
+        self._recent = RecentSteps[AttnPluginMetadata](
+            self._engine.max_decode_q_len, self._engine.max_seq_len, self._engine.page_size
+        )
         self._needs_exact_lengths = device.type == "cpu" or needs_exact_lengths(self._kernels.values(), self._engine)
 
     @classmethod
@@ -119,6 +144,23 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
     ) -> AttnPluginMetadata:
         """Plan one step. Dummy and graph-capture steps come here too; they are steps that write and keep nothing."""
         del common_prefix_len, fast_build
+        start = time.perf_counter()
+        metadata = self._plan_or_find(common_attn_metadata)
+        self._counts.add(metadata.plans.values(), time.perf_counter() - start)
+        return metadata
+
+    def _plan_or_find(self, common_attn_metadata: CommonAttentionMetadata) -> AttnPluginMetadata:
+        """The step's plans, from an earlier decode step that differs in nothing but its lengths where there is one."""
+        key = None if self._needs_exact_lengths else self._recent.key(common_attn_metadata)
+        known = None if key is None else self._recent.find(key, common_attn_metadata)
+        if known is not None and (renewed := known.renewed()) is not None:
+            return renewed
+        metadata = self._plan_step(common_attn_metadata)
+        if key is not None and self._layers[0].kv_cache.numel() and metadata.renewed() is not None:
+            self._recent.keep(key, common_attn_metadata, metadata)
+        return metadata
+
+    def _plan_step(self, common_attn_metadata: CommonAttentionMetadata) -> AttnPluginMetadata:
         windows = {params.window_left for params in self._kernels}
         seq_lens_cpu = self._host_lengths(common_attn_metadata)
         batches = self._make_batches(common_attn_metadata, seq_lens_cpu, windows)
@@ -175,8 +217,10 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
 
     def _split(self, batch: PagedBatch) -> dict[Phase, PagedBatch | None]:
         """Split into phases; list the pages of each on the device where a kernel of this step reads them there."""
-        decode, prefill = split_decode_prefill(batch, self._engine.max_decode_q_len)
-        phases = {Phase.DECODE: decode, Phase.PREFILL: prefill}
+        phases: dict[Phase, PagedBatch | None] = {Phase.DECODE: None, Phase.PREFILL: batch}
+        if not (self._serves_mixed and batch.max_q_len > self._engine.max_decode_q_len):
+            decode, prefill = split_decode_prefill(batch, self._engine.max_decode_q_len)
+            phases = {Phase.DECODE: decode, Phase.PREFILL: prefill}
         for phase, part in phases.items():
             buffers = self._page_lists.get((phase, batch.window_left))
             if part is not None and buffers is not None and self._reads_page_lists(phase, part):
@@ -206,14 +250,22 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         }
 
 
-def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) -> EngineParams:
-    """What vLLM fixed for the engine's life, in the kernels' words."""
-    is_cuda = device.type == "cuda"
+def engine_params(
+    vllm_config: Any, kv_cache_spec: Any, device: torch.device, machine: Machine | None = None
+) -> EngineParams:
+    """What vLLM fixed for the engine's life, in the kernels' words.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_spec: for its page size.
+        device: where the cache lives.
+        machine: what the engine runs on; default the machine of that device.
+    """
+    machine = machine or this_machine(device)
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    captures_decodes = is_cuda and mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
+    captures_decodes = device.type == "cuda" and mode is not None and mode.decode_mode() == CUDAGraphMode.FULL
     layout = vllm_config.cache_config.kv_cache_layout
-    compute_capability = torch.cuda.get_device_capability(device) if is_cuda else None
     return EngineParams(
         device=device,
         page_size=kv_cache_spec.block_size,
@@ -221,14 +273,14 @@ def engine_params(vllm_config: Any, kv_cache_spec: Any, device: torch.device) ->
         max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         max_seq_len=vllm_config.model_config.max_model_len,
         max_decode_q_len=max_decode_query_len(vllm_config),
-        compute_capability=compute_capability,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 0,
+        compute_capability=machine.compute_capability,
+        num_sms=machine.num_sms,
         # Of a layout's letters the last three order one page: HNC is head-major, NHC token-major.
         head_major_pages=layout is None or layout.endswith("HNC"),
         decode_graph_sizes=tuple(compilation.cudagraph_capture_sizes or ()) if captures_decodes else (),
         use_trtllm=vllm_config.attention_config.use_trtllm_attention,
-        toolchain=machine_toolchain(compute_capability),
-        tables=machine_tables(),
+        toolchain=machine.toolchain,
+        tables=machine.tables,
     )
 
 
@@ -246,7 +298,15 @@ def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, ByS
     """Choose and set up a layer's kernels, and say once in the log which they are and why."""
     choices = {phase: choose(phase, params, engine, settings().forced_kernel(phase)) for phase in Phase}
     logger.info_once("Attention kernels: %s.", summary(choices[Phase.PREFILL], choices[Phase.DECODE], engine))
+    for phase, choice in choices.items():
+        metrics.note_refusals(params, phase, choice.refused)
     return {phase: choice.set_up(phase, params, engine) for phase, choice in choices.items()}
+
+
+def _one_serves_mixed(kernels: dict[Phase, BySize[AttentionKernel]]) -> bool:
+    """Whether both phases have one kernel, whatever the size, and it serves a mixed step in one call a layer."""
+    types = {type(kernel) for by_size in kernels.values() for kernel in by_size}
+    return len(types) == 1 and next(iter(types)).serves_mixed
 
 
 def needs_exact_lengths(kernels: Iterable[dict[Phase, BySize[AttentionKernel]]], engine: EngineParams) -> bool:

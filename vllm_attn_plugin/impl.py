@@ -11,6 +11,7 @@ from vllm_attn_plugin.backend import cache_dtype, engine_to_be, with_query_dtype
 from vllm_attn_plugin.builder import AttnPluginMetadata
 from vllm_attn_plugin.kernels import (
     NVFP4,
+    EngineParams,
     KernelInputs,
     KVPages,
     LayerParams,
@@ -20,6 +21,45 @@ from vllm_attn_plugin.kernels import (
     write_kv_on_gpu,
     write_nvfp4_on_gpu,
 )
+
+
+def layer_params(
+    *,
+    num_heads: int,
+    head_size: int,
+    scale: float,
+    num_kv_heads: int,
+    model_dtype: torch.dtype,
+    sliding_window: int | None,
+    kv_cache_dtype: str,
+    logits_soft_cap: float | None,
+    has_sinks: bool,
+    has_alibi: bool,
+    engine: EngineParams,
+) -> LayerParams:
+    """What a layer asks of its kernels, in their words.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads, sliding_window, kv_cache_dtype, logits_soft_cap: as vLLM hands them
+            to an attention layer.
+        model_dtype: of its activations.
+        has_sinks, has_alibi: whether the layer has attention sinks, and slopes.
+        engine: what is known of the engine, for whether the query is to be quantized.
+    """
+    params = LayerParams(
+        num_qo_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_size,
+        q_dtype=model_dtype,
+        kv_dtype=cache_dtype(kv_cache_dtype, model_dtype),
+        sm_scale=scale,
+        # vLLM's window counts the query's own position, the kernels' does not.
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+        logits_soft_cap=logits_soft_cap or 0.0,
+        has_sinks=has_sinks,
+        has_alibi=has_alibi,
+    )
+    return with_query_dtype(params, engine)
 
 
 class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
@@ -62,20 +102,19 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         self._alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         # While a model is being built, torch's default dtype is the dtype of its weights and activations.
         model_dtype = torch.get_default_dtype()
-        params = LayerParams(
-            num_qo_heads=self.num_heads,
+        self.params = layer_params(
+            num_heads=self.num_heads,
+            head_size=self.head_size,
+            scale=self.scale,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_size,
-            q_dtype=model_dtype,
-            kv_dtype=cache_dtype(kv_cache_dtype, model_dtype),
-            sm_scale=self.scale,
-            # vLLM's window counts the query's own position, the kernels' does not.
-            window_left=-1 if sliding_window is None else sliding_window - 1,
-            logits_soft_cap=logits_soft_cap or 0.0,
+            model_dtype=model_dtype,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            logits_soft_cap=logits_soft_cap,
             has_sinks=sinks is not None,
             has_alibi=alibi_slopes is not None,
+            engine=engine_to_be(),
         )
-        self.params = with_query_dtype(params, engine_to_be())
         # A name that vLLM reads: whether it quantizes the query before it hands it over.
         self.supports_quant_query_input = self.params.q_dtype != model_dtype
         self._o_scale: float | None = None

@@ -1,6 +1,5 @@
 """Charts of the benchmarks' result files: `python -m vllm_attn_plugin plot RESULT.json`."""
 
-import argparse
 import json
 import re
 import statistics
@@ -25,27 +24,27 @@ class PlotError(ValueError):
     """Nothing can be drawn as asked; the message says what to change."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("file", type=Path, metavar="RESULT.json", help="what ci.bench.serve or ci.bench.kernels wrote")
-    parser.add_argument("--output", type=Path, help="a folder for the PNG files; default beside the result")
-
-
-def run(options: argparse.Namespace) -> int:
+def draw(file: Path, output: Path | None = None) -> list[Path]:
     """Draw every chart of a result file.
+
+    Args:
+        file: the result, JSON.
+        output: a folder for the PNG files; default the result's own.
+
+    Returns:
+        The files written.
 
     Raises:
         PlotError: it is no result file, its kind is not known, it has no rows, or matplotlib is missing.
     """
-    document = _read(options.file)
-    figures = figures_of(document, options.file)
-    folder = options.output or options.file.parent
+    figures = figures_of(_read(file), file)
+    folder = output or file.parent
     folder.mkdir(parents=True, exist_ok=True)
+    written = []
     for name, figure in figures.items():
-        path = folder / f"{options.file.stem}-{_file_name(name)}.png"
-        figure.savefig(path, dpi=DOTS_PER_INCH)
-        print(path)
-    return 0
+        written.append(folder / f"{file.stem}-{_file_name(name)}.png")
+        figure.savefig(written[-1], dpi=DOTS_PER_INCH)
+    return written
 
 
 def _read(file: Path) -> dict[str, Any]:

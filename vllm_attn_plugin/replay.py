@@ -20,7 +20,7 @@ from vllm_attn_plugin.kernels import (
     find_toolchain,
     split_kv_cache,
 )
-from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.kernels.dispatch import KERNELS, known_kernels
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.metadata import (
     PagedBatch,
@@ -58,35 +58,92 @@ class Sound:
     block_tables: torch.Tensor
 
 
-def replay_file(path: Path, kernel: str = "reference", seed: int = 0) -> int:
-    """Check and run a file's step, and print what comes of it.
+@dataclass(frozen=True)
+class Ran:
+    """One phase of one kind of layer, run again.
 
-    Returns:
-        0 if the step breaks no rule and all numbers are as they should be, else 1.
+    Attributes:
+        kernel: what its output is of.
+        phase, rows, layer: "prefill" or "decode", rows of the query, and the layer in words.
+        outcome: what to say of the output.
+        is_fine: whether it is as it should be.
+        refusal: why the kernel asked for does not serve it; empty where it does.
+    """
+
+    kernel: str
+    phase: str
+    rows: int
+    layer: str
+    outcome: str
+    is_fine: bool
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of a step.
+
+    Attributes:
+        requests, tokens, cache: what the step is.
+        violation: what was at fault when it was written.
+        violations: what is at fault now.
+        left_out: requests that were not run, since they are at fault; None where nothing can be run.
+        ran: what was run.
+    """
+
+    requests: int
+    tokens: int
+    cache: str
+    violation: str
+    violations: list[str]
+    left_out: int | None
+    ran: list[Ran]
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the step breaks no rule and all numbers are as they should be."""
+        return not self.violations and all(one.is_fine for one in self.ran)
+
+    def lines(self) -> Iterator[str]:
+        """The same, for a reader."""
+        yield f"{self.requests} requests, {self.tokens} query tokens, {self.cache}"
+        yield f"when it was written: {self.violation}"
+        yield from (f"now: {violation}" for violation in self.violations)
+        if not self.violations:
+            yield "now: the step breaks no rule"
+        if self.left_out is None:
+            yield "nothing can be run: a rule is broken that holds for all requests"
+        elif self.violations:
+            yield f"left out: {self.left_out} requests"
+        for one in self.ran:
+            if one.refusal:
+                yield one.refusal
+            yield f"{one.kernel}, {one.phase}, {one.rows} rows, {one.layer}: {one.outcome}"
+
+
+def replay_file(path: Path, kernel: str = "reference", seed: int = 0) -> Replayed:
+    """Check and run a file's step.
 
     Raises:
         BatchFileError: the file cannot be read.
         ReplayError: the kernel cannot serve the step.
     """
-    if kernel not in KERNELS:
-        raise ReplayError(f"there is no kernel {kernel!r}; use one of: {', '.join(sorted(KERNELS))}.")
+    if kernel not in known_kernels():
+        raise ReplayError(f"there is no kernel {kernel!r}; use one of: {', '.join(sorted(known_kernels()))}.")
     record = batch_file.read(path)
     step = record.step
-    print(f"{len(step.seq_lens)} requests, {int(step.qo_indptr_cpu[-1])} query tokens, {_cache(step)}")
-    print(f"when it was written: {record.violation}")
     found = list(find_violations(step))
-    for violation in found:
-        print(f"now: {violation}")
-    if not found:
-        print("now: the step breaks no rule")
     sound = sound_requests(step, {violation.request for violation in found})
-    if sound is None:
-        print("nothing can be run: a rule is broken that holds for all requests")
-        return 1
-    if found:
-        print(f"left out: {len(step.seq_lens) - len(sound.requests)} requests")
-    fine = [run_layer(record, layer, sound, kernel, seed) for layer in dict.fromkeys(record.layers.values())]
-    return 0 if all(fine) and not found else 1
+    layers = () if sound is None else dict.fromkeys(record.layers.values())
+    return Replayed(
+        requests=len(step.seq_lens),
+        tokens=int(step.qo_indptr_cpu[-1]),
+        cache=_cache(step),
+        violation=record.violation,
+        violations=[str(violation) for violation in found],
+        left_out=None if sound is None else len(step.seq_lens) - len(sound.requests),
+        ran=[one for layer in layers if sound for one in run_layer(record, layer, sound, kernel, seed)],
+    )
 
 
 def sound_requests(step: Step, at_fault: set[int | None]) -> Sound | None:
@@ -107,22 +164,23 @@ def sound_requests(step: Step, at_fault: set[int | None]) -> Sound | None:
     return Sound(kept, len(pages), qo_indptr, seq_lens, small)
 
 
-def run_layer(record: BatchRecord, layer: LayerParams, sound: Sound, kernel: str, seed: int) -> bool:
-    """Run one kind of layer over the sound requests, print a line a phase, and say whether all is as it should be."""
+def run_layer(record: BatchRecord, layer: LayerParams, sound: Sound, kernel: str, seed: int) -> list[Ran]:
+    """Run one kind of layer over the sound requests, both phases."""
     against = ReferenceKernel.reasons_against(Phase.PREFILL, layer, _engine(record, sound, torch.device("cpu")))
     if against:
         raise ReplayError(f"replay needs layers that the reference serves, and it refuses these: {', '.join(against)}.")
     q, cache, inputs = random_tensors(layer, sound, record.step.page_size, seed)
     expected = _outputs(record, layer, sound, ReferenceKernel, q, cache, inputs)
-    found = expected if kernel == "reference" else _outputs(record, layer, sound, KERNELS[kernel], q, cache, inputs)
-    is_fine = True
-    for (phase, want), (_, got) in zip(expected, found, strict=True):
+    found = (
+        expected if kernel == "reference" else _outputs(record, layer, sound, known_kernels()[kernel], q, cache, inputs)
+    )
+    ran = []
+    for (phase, want, _), (_, got, refusal) in zip(expected, found, strict=True):
         assert want is not None, "the reference serves both phases or neither"
-        line, is_phase_fine = _compare(want, got, layer.q_dtype)
+        outcome, is_fine = _compare(want, got, layer.q_dtype)
         name = kernel if got is not None else "reference"
-        print(f"{name}, {phase.value}, {len(want)} rows, {_layer_in_words(layer)}: {line}")
-        is_fine &= is_phase_fine
-    return is_fine
+        ran.append(Ran(name, phase.value, len(want), _layer_in_words(layer), outcome, is_fine, refusal))
+    return ran
 
 
 def random_tensors(
@@ -150,23 +208,25 @@ def _outputs(
     q: torch.Tensor,
     cache: torch.Tensor,
     inputs: KernelInputs,
-) -> list[tuple[Phase, torch.Tensor | None]]:
-    """Each phase's output on the CPU; None for a phase that the kernel does not serve."""
-    device = torch.device("cpu" if kernel_type is ReferenceKernel else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+) -> list[tuple[Phase, torch.Tensor | None, str]]:
+    """Each phase's output on the CPU; None for a phase that the kernel does not serve, with the reasons."""
+    is_reference, has_gpu = kernel_type is ReferenceKernel, torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu and not is_reference else "cpu")
+    if kernel_type.name in KERNELS and not is_reference and not has_gpu:
         raise ReplayError(f"{kernel_type.name} needs a GPU, and torch finds none; leave out --kernel.")
     engine = _engine(record, sound, device)
     pages = split_kv_cache(cache.to(device), layer.kv_dtype)
     sinks = None if inputs.sinks is None else inputs.sinks.to(device)
-    outputs: list[tuple[Phase, torch.Tensor | None]] = []
+    outputs: list[tuple[Phase, torch.Tensor | None, str]] = []
     for phase, batch, rows in _phases(record, layer, sound, device):
         against = kernel_type.reasons_against(phase, layer, engine)
         if against:
-            print(f"{kernel_type.name} does not serve the {phase.value}: {', '.join(against)}")
-            outputs.append((phase, None))
+            refusal = f"{kernel_type.name} does not serve the {phase.value}: {', '.join(against)}"
+            outputs.append((phase, None, refusal))
             continue
         kernel = kernel_type(phase, layer, engine)
-        outputs.append((phase, _run(kernel, batch, q[rows].to(device), pages, replace(inputs, sinks=sinks))))
+        out = _run(kernel, batch, q[rows].to(device), pages, replace(inputs, sinks=sinks))
+        outputs.append((phase, out, ""))
     return outputs
 
 

@@ -12,6 +12,8 @@ AUTO = "auto"
 # A folder: of the demo scripts' models, and of the tables that were measured on this machine.
 CACHE_VARIABLE = "VLLM_ATTN_PLUGIN_CACHE"
 DEFAULT_CACHE = "~/.cache/vllm-attn-plugin"
+# A folder where a server's processes leave what they counted; each server makes one and names it to its children.
+METRICS_VARIABLE = "VLLM_ATTN_PLUGIN_METRICS_DIR"
 
 
 class SettingsError(ValueError):
@@ -63,7 +65,7 @@ def parse(variables: Mapping[str, str], kernels: tuple[str, ...]) -> Settings:
     """
     known = {PREFIX + name for name in ("DECODE_KERNEL", "PREFILL_KERNEL", "CHECK")} | {CACHE_VARIABLE}
     for name in sorted(variables):
-        if name.startswith(PREFIX) and name not in known:
+        if name.startswith(PREFIX) and name not in known | {METRICS_VARIABLE}:
             raise SettingsError(
                 f"{name} is no setting of vllm-attn-plugin; the settings are: {', '.join(sorted(known))}."
             )
@@ -82,6 +84,6 @@ def own_tables() -> Path:
 @cache
 def settings() -> Settings:
     """This process's settings, read from its environment at the first call."""
-    from vllm_attn_plugin.kernels.dispatch import KERNELS
+    from vllm_attn_plugin.kernels.dispatch import known_kernels
 
-    return parse(os.environ, tuple(sorted(KERNELS)))
+    return parse(os.environ, tuple(sorted(known_kernels())))

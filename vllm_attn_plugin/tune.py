@@ -1,8 +1,7 @@
 """Measure the decode kernels that can serve a configuration on this GPU, for the table that the dispatch reads."""
 
-import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 
 from vllm_attn_plugin.kernels import Phase, find_toolchain
-from vllm_attn_plugin.kernels.dispatch import KERNELS, preference
+from vllm_attn_plugin.kernels.dispatch import known_kernels, preference
 from vllm_attn_plugin.kernels.timed_batch import (
     CUDA,
     Point,
@@ -82,20 +81,50 @@ class Found:
         return Table(gpu, flashinfer, self.configuration, tuple(self.timings))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; several values of one are measured one after the other."""
-    parser.add_argument("--heads", nargs="+", required=True, metavar="Q/KV", help="query and KV heads a GPU: 32/8")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[128], help="size of a head; default 128")
-    parser.add_argument("--page-size", nargs="+", type=int, default=[16], help="tokens a page; default 16")
-    parser.add_argument("--dtype", default="bfloat16", help="of the query; default bfloat16")
-    parser.add_argument("--kv-dtype", nargs="+", help="of the cache, such as float8_e4m3fn; default the query's")
-    parser.add_argument("--q-len", nargs="+", type=int, default=[1], help="1 + draft tokens; default 1")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=list(BATCH_SIZES), help="default 1 to 256")
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=list(SEQ_LENS), help="default 128 to 32768")
-    parser.add_argument("--output", type=Path, help="a folder of tables; default the one that serving looks in first")
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured: every combination of what is given.
+
+    Attributes:
+        heads: pairs of query and KV heads on one GPU, written `32/8`.
+        head_dim: sizes of a head.
+        page_size: tokens a page.
+        dtype: of the query, torch's name.
+        kv_dtype: of the cache; the query's where none is given.
+        q_len: query tokens a request, 1 and the drafts.
+        batch_sizes, seq_lens: the grid.
+        output: a folder of tables; None for the one that serving looks in first.
+    """
+
+    heads: tuple[str, ...]
+    head_dim: tuple[int, ...] = (128,)
+    page_size: tuple[int, ...] = (16,)
+    dtype: str = "bfloat16"
+    kv_dtype: tuple[str, ...] = ()
+    q_len: tuple[int, ...] = (1,)
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    seq_lens: tuple[int, ...] = SEQ_LENS
+    output: Path | None = None
 
 
-def run(options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class Written:
+    """A table and its file."""
+
+    table: Table
+    path: Path
+
+    def picked(self) -> list[tuple[int, str]]:
+        """The fastest kernel of each batch size, rising, over all lengths."""
+        names = [name for name in known_kernels() if any(name in timing.microseconds for timing in self.table.timings)]
+        return self.table.fastest(names, max(timing.seq_len for timing in self.table.timings))
+
+    def in_words(self) -> str:
+        """The same, for a reader."""
+        return ", ".join(f"{name} at {batch_size}" for batch_size, name in self.picked())
+
+
+def run(asked: Asked) -> Iterator[Written]:
     """Measure each configuration asked for and write its table.
 
     Raises:
@@ -104,9 +133,9 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise TuneError("tune measures kernels on an NVIDIA GPU, and torch finds none; run it on a machine with one.")
     clock, flashinfer = CudaClock(), find_toolchain().flashinfer_version or ""
-    for configuration in configurations(options):
+    for configuration in configurations(asked):
         start = time.monotonic()
-        found = tune(configuration, options.batch_sizes, options.seq_lens, CUDA, clock, most_cache_bytes())
+        found = tune(configuration, asked.batch_sizes, asked.seq_lens, CUDA, clock, most_cache_bytes())
         table = found.table(gpu_name(), flashinfer)
         header = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -114,13 +143,11 @@ def run(options: argparse.Namespace) -> int:
             "seconds": round(time.monotonic() - start, 1),
             "measured": found.rows,
         }
-        path = write_table(table, options.output or own_tables(), header)
-        print(f"{configuration}: {_in_words(table)}\nwritten to {path}", flush=True)
-    return 0
+        yield Written(table, write_table(table, asked.output or own_tables(), header))
 
 
-def configurations(options: argparse.Namespace) -> Iterator[Configuration]:
-    """Every combination of the options."""
+def configurations(options: Asked) -> Iterator[Configuration]:
+    """Every combination of what is asked for."""
     for heads in options.heads:
         q_heads, _, kv_heads = heads.partition("/")
         is_pair = q_heads.isdigit() and kv_heads.isdigit() and int(kv_heads) > 0
@@ -169,8 +196,8 @@ def kernels_for(configuration: Configuration, device: torch.device) -> list[str]
 
 def tune(
     configuration: Configuration,
-    batch_sizes: list[int],
-    seq_lens: list[int],
+    batch_sizes: Sequence[int],
+    seq_lens: Sequence[int],
     device: torch.device,
     clock: Clock,
     most_bytes: int,
@@ -213,10 +240,3 @@ def time_point(point: Point, names: list[str], pool: Pool, clock: Clock) -> dict
     if pool.device.type == "cuda":
         torch.cuda.empty_cache()  # the memory of their graphs
     return measured
-
-
-def _in_words(table: Table) -> str:
-    """What the table picks, by batch size."""
-    names = [name for name in KERNELS if any(name in timing.microseconds for timing in table.timings)]
-    picked = table.fastest(names, max(timing.seq_len for timing in table.timings))
-    return ", ".join(f"{name} at {batch_size}" for batch_size, name in picked)

@@ -3,8 +3,8 @@
 Decode: xqa, vllm-fa3, flashinfer-fa2, triton-decode, and as their peer FlashAttention 3 as vLLM's FLASH_ATTN backend
 calls it. Prefill: vllm-fa3, flashinfer-fa3, flashinfer-fa2 and the peer. Each is planned and run as in an engine, over
 shuffled pages; several layers lie in a CUDA graph, the L2 cache is filled with something else before each replay,
-kernels take turns, and medians are kept.
-Beside the times stands what the dispatch chooses for the point with the tables that ship.
+kernels take turns, and medians are kept. Beside the times stands what the dispatch chooses for the point with the
+tables that ship.
 
 Writes `ci/results/<gpu>/kernels.json`, a row a kernel and point, as it goes. Exit status 0 if nothing failed.
 
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROGRAM}", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("--grid", choices=GRIDS, default="small", help="which points; default small")
+    parser.add_argument("--grid", choices=list(GRIDS), default="small", help="which points; default small")
     parser.add_argument("--only", default="", help="a regular expression: points whose name it is found in")
     parser.add_argument("--kernels", nargs="+", help="which kernels; default all, see NAMES")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile first, 0 for none; default 8")

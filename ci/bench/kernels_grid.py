@@ -29,8 +29,6 @@ PROMPTS = (512, 1024, 2048, 4096, 8192)
 CACHED_PREFIX = 8192
 FULL_PREFILL_BATCH_SIZES = (1, 4)
 
-GRIDS = ("small", "medium", "full")
-
 # For the estimate alone: an H200's reading and arithmetic as kernels reach them, the least time of a launch, that of
 # filling the L2 cache, and what setting a kernel up and capturing it takes.
 READ_BYTES_PER_US, FLOPS_PER_US, LEAST_LAYER_US, FILL_US = 3.5e6, 4e8, 8.0, 50.0
@@ -44,7 +42,7 @@ def configuration(heads: tuple[int, int], head_dim: int, page_size: int, kv_dtyp
 
 def grid(name: str) -> list[Point]:
     """The points of a grid, decodes first, the centre's before all others: a run that is cut short has what matters."""
-    return list({"small": _small, "medium": _medium, "full": _full}[name]())
+    return list(GRIDS[name]())
 
 
 def _small() -> Iterator[Point]:
@@ -65,17 +63,20 @@ def _small() -> Iterator[Point]:
 
 def _medium() -> Iterator[Point]:
     """Every layer, over few batch sizes and lengths."""
-    for found in product(HEADS, HEAD_DIMS, PAGE_SIZES, KV_DTYPES):
-        yield from _decodes(configuration(*found), NEAR_BATCH_SIZES, NEAR_SEQ_LENS)
+    for layer in _every_layer():
+        yield from _decodes(layer, NEAR_BATCH_SIZES, NEAR_SEQ_LENS)
 
 
 def _full() -> Iterator[Point]:
     """Every combination."""
-    layers = [configuration(*found) for found in product(HEADS, HEAD_DIMS, PAGE_SIZES, KV_DTYPES)]
-    for layer in layers:
+    for layer in _every_layer():
         yield from _decodes(layer, FULL_BATCH_SIZES, FULL_SEQ_LENS)
-    for layer in layers:
+    for layer in _every_layer():
         yield from _prefills(layer, FULL_PREFILL_BATCH_SIZES)
+
+
+def _every_layer() -> Iterator[Configuration]:
+    return (configuration(*found) for found in product(HEADS, HEAD_DIMS, PAGE_SIZES, KV_DTYPES))
 
 
 def _decodes(layer: Configuration, batch_sizes: Iterable[int], seq_lens: Iterable[int]) -> Iterator[Point]:
@@ -87,6 +88,9 @@ def _prefills(layer: Configuration, batch_sizes: Iterable[int]) -> Iterator[Poin
     """Prompts as they come, and as chunks behind a cached prefix."""
     for batch_size, q_len, prefix in product(batch_sizes, PROMPTS, (0, CACHED_PREFIX)):
         yield Point(Phase.PREFILL, layer, batch_size, q_len, q_len + prefix)
+
+
+GRIDS = {"small": _small, "medium": _medium, "full": _full}
 
 
 def flops(point: Point) -> float:

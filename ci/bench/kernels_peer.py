@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_attn_plugin.kernels import EngineParams, GraphSupport, LayerParams, Phase
-from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.kernels.dispatch import known_kernels
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, canonical_strides
 from vllm_attn_plugin.kernels.timed_batch import Shape
 from vllm_attn_plugin.kernels.timing import Runner, make_runner, prepare
@@ -36,7 +36,7 @@ class OwnKernel:
 
     def reasons_against(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> list[str]:
         """See `Contender.reasons_against`."""
-        kernel = KERNELS[self.name]
+        kernel = known_kernels()[self.name]
         found = kernel.reasons_against(phase, layer, engine)
         if not found and engine.decode_graph_sizes and kernel.graph_support is GraphSupport.NEVER:
             return ["it serves no decode from a CUDA graph"]
@@ -111,12 +111,17 @@ def num_splits(shape: Shape) -> int:
     return GRAPH_SPLITS if len(shape.q) <= GRAPH_ROWS else 0
 
 
+def longest(shape: Shape) -> int:
+    """The longest request that a call is told of: the engine's in a graph, else the batch's."""
+    return shape.engine.max_seq_len if shape.point.phase is Phase.DECODE else shape.point.seq_len
+
+
 def scheduler_arguments(shape: Shape) -> dict[str, Any]:
     """What `get_scheduler_metadata` is called with once a step."""
     return {
         "batch_size": shape.point.batch_size,
         "max_seqlen_q": shape.point.q_len,
-        "max_seqlen_k": shape.point.seq_len,
+        "max_seqlen_k": longest(shape),
         "num_heads_q": shape.layer.num_qo_heads,
         "num_heads_kv": shape.layer.num_kv_heads,
         "headdim": shape.layer.head_dim,
@@ -138,7 +143,7 @@ def call_arguments(shape: Shape) -> dict[str, Any]:
         "cu_seqlens_q": shape.qo_indptr,
         "max_seqlen_q": shape.point.q_len,
         "seqused_k": shape.seq_lens,
-        "max_seqlen_k": shape.point.seq_len,
+        "max_seqlen_k": longest(shape),
         "softmax_scale": shape.layer.sm_scale,
         "causal": True,
         "alibi_slopes": None,

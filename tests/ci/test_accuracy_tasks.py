@@ -1,17 +1,31 @@
 """The tasks of ci.accuracy: data made again byte for byte, loaded by lm_eval, long enough, and answerable."""
 
 import json
+import math
 import random
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from ci import models
-from ci.accuracy.__main__ import TASKS
+from ci.accuracy.configuration import MODEL_FOLDER, settings_for
 from ci.accuracy.generate.files import FOLDER, SOURCES, data_files
 from ci.accuracy.generate.templates import fill
 
-EXPECTED_ITEMS = {"attn_retrieval": 72, "attn_facts": 120, "attn_last_word": 120, "attn_perplexity": 8}
+EXPECTED_ITEMS = {
+    "attn_retrieval": 72,
+    "attn_retrieval_long": 48,
+    "attn_facts": 120,
+    "attn_last_word": 120,
+    "attn_perplexity": 8,
+    "attn_arithmetic": 160,
+    "attn_word_problems": 120,
+    "attn_copy": 92,
+    "attn_induction": 96,
+}
+TASKS = tuple(EXPECTED_ITEMS)
 # Taken here, before the fixture that gives each test a cache of its own.
 SMOLLM2 = models.model_dir("smollm2")
 GEMMA_WINDOW = 512
@@ -39,8 +53,8 @@ def tasks(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-        patch.chdir(FOLDER)
-        manager = TaskManager(include_path=".", include_defaults=False)
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
         return manager.load(list(TASKS))["tasks"]
 
 
@@ -137,9 +151,76 @@ class TestPerplexity:
             assert not any(character.isdigit() for character in record["text"])
 
 
+class TestArithmetic:
+    def test_answers_are_right_and_none_is_below_0(self):
+        for record in records("arithmetic"):
+            one, sign, other = record["question"].split()
+            expected = {"+": int(one) + int(other), "-": int(one) - int(other), "*": int(one) * int(other)}[sign]
+            assert int(record["answer"]) == expected >= 0
+
+    def test_no_question_twice_and_all_three_signs(self):
+        questions = [record["question"] for record in records("arithmetic")]
+        assert len(set(questions)) == len(questions)
+        assert set(Counter(question.split()[1] for question in questions).values()) == {56}
+
+
+class TestWordProblems:
+    def test_each_step_is_right_and_the_last_is_the_answer(self):
+        for record in records("word_problems"):
+            steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", record["answer"])
+            assert len(steps) >= 2
+            for left, sign, right, result in steps:
+                one, other = int(left), int(right)
+                expected = {"+": one + other, "-": one - other, "*": one * other, "/": one / other}[sign]
+                assert int(result) == expected, record
+            assert record["answer"].endswith(f"\n#### {steps[-1][3]}")
+
+    def test_no_problem_twice_and_every_kind(self):
+        questions = [record["question"] for record in records("word_problems")]
+        assert len(set(questions)) == len(questions)
+        kinds = ("dollars left", "equal parts", "working days", "years old")
+        assert [sum(kind in question for question in questions) for kind in kinds] == [32, 32, 32, 32]
+
+    def test_names_in_the_steps_are_those_of_the_question(self):
+        for record in records("word_problems"):
+            for name in re.findall(r"\b([A-Z][a-z]+) is \d", record["answer"]):
+                assert name in record["question"]
+
+
+class TestLists:
+    def test_no_word_twice_in_a_list_to_copy(self):
+        for record in records("copy"):
+            words = record["words"].split(", ")
+            assert len(words) == len(set(words)) == 20
+
+    def test_what_follows_stands_in_the_text(self):
+        for record in records("induction"):
+            words, again = record["text"].split(), record["again"].split()
+            assert words[:60] == words[60:] + again
+            assert len(set(words[:60])) == 60
+
+
+class TestModels:
+    @pytest.mark.parametrize("path", sorted(MODEL_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+    def test_files_name_tasks_of_ours_with_limits_below_their_items(self, path, monkeypatch):
+        monkeypatch.setattr("ci.accuracy.configuration.prepare", lambda name: Path("folder") / name)
+        settings = settings_for(path.stem, "cpu", seed=1)
+        assert settings.concurrency >= 32
+        for task in settings.tasks:
+            assert 0 < task.limit <= EXPECTED_ITEMS[task.name]
+        # Enough to fill the batch: all that generates is asked at once.
+        generating = {"attn_arithmetic", "attn_word_problems", "attn_copy", "attn_retrieval"}
+        assert sum(task.limit for task in settings.tasks if task.name in generating) >= settings.concurrency
+
+    def test_a_share_of_the_items(self, monkeypatch):
+        monkeypatch.setattr("ci.accuracy.configuration.prepare", lambda name: Path("folder") / name)
+        whole, part = (settings_for("smollm2", "cpu", 1, share=share) for share in (1.0, 0.4))
+        assert [task.limit for task in part.tasks] == [math.ceil(0.4 * task.limit) for task in whole.tasks]
+
+
 class TestLmEval:
     def test_every_task_file_is_run(self):
-        assert {path.stem for path in FOLDER.glob("*.yaml")} == set(TASKS) == set(EXPECTED_ITEMS)
+        assert {path.stem for path in FOLDER.glob("*.yaml")} == set(TASKS)
 
     @pytest.mark.parametrize("name", TASKS)
     def test_task_yields_its_items(self, tasks, name):
@@ -150,6 +231,23 @@ class TestLmEval:
         document = next(iter(task.test_docs()))
         assert task.doc_to_text(document) == f"{document['context']} {document['question']}"
         assert task.doc_to_target(document) == document["answer"]
+
+    def test_long_retrieval_is_as_long_as_the_model_reads(self, tasks, count_tokens):
+        lengths = [count_tokens(document["context"]) for document in tasks["attn_retrieval_long"].test_docs()]
+        assert min(lengths) > 7000
+        assert max(lengths) < 8192 - 100
+
+    def test_word_problems_are_scored_as_gsm8k_is(self, tasks):
+        task = tasks["attn_word_problems"]
+        document = next(iter(task.test_docs()))
+        answer = document["answer"].split("#### ")[1]
+        assert task.process_results(document, [answer]) == {"exact_match": 1.0}
+        assert task.process_results(document, ["1" + answer]) == {"exact_match": 0.0}
+
+    @pytest.mark.parametrize("name", ["attn_arithmetic", "attn_word_problems", "attn_copy"])
+    def test_examples_are_none_of_the_items(self, tasks, name):
+        task = tasks[name]
+        assert not [document for document in task.fewshot_docs() if document in list(task.test_docs())]
 
     def test_facts_offer_four_choices(self, tasks):
         task = tasks["attn_facts"]

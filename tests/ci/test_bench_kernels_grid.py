@@ -17,7 +17,7 @@ from ci.bench.kernels_peer import (
 from ci.bench.kernels_rows import PEER
 from ci.console import UserError
 from vllm_attn_plugin.kernels import Phase
-from vllm_attn_plugin.kernels.timed_batch import Point, Pool, Shape, decode_point, engine_of, layer_of
+from vllm_attn_plugin.kernels.timed_batch import LONGEST, Point, Pool, Shape, decode_point, engine_of, layer_of
 from vllm_attn_plugin.kernels.tuning import Configuration
 
 CPU = torch.device("cpu")
@@ -87,14 +87,16 @@ def test_kernels_are_picked_by_name() -> None:
     everything = contenders_of(parse([]))
     assert list(everything[Phase.DECODE]) == ["xqa", "vllm-fa3", "flashinfer-fa2", PEER]
     assert list(everything[Phase.PREFILL]) == ["vllm-fa3", "flashinfer-fa3", "flashinfer-fa2", PEER]
-    with pytest.raises(UserError, match="--kernels fa4: the kernels are FLASH_ATTN, flashinfer-fa2, flashinfer-fa3, vllm-fa3, xqa"):
+    with pytest.raises(
+        UserError, match="--kernels fa4: the kernels are FLASH_ATTN, flashinfer-fa2, flashinfer-fa3, vllm-fa3, xqa"
+    ):
         contenders_of(parse(["--kernels", "xqa", "fa4"]))
 
 
 def test_each_module_is_compiled_once() -> None:
     due = modules(grid("small"), contenders_of(parse([])))
     native = [(name, one.configuration.kv_dtype, one.configuration.head_dim) for name, one in due if name != "xqa"]
-    assert len(native) == len(set(native)) == 2 * 2 * 3
+    assert len(native) == len(set(native)) == 2 * 3 + 2 + 2  # fa2; fa3 prefills 128 of both dtypes, the others of one
     xqa = [one.configuration for name, one in due if name == "xqa"]
     assert len(xqa) == 2 * 6  # centre, pages of 64, two groupings more (8/1 has that of 64/8), two head sizes more
     assert [name == "xqa" for name, _ in due] == sorted(name == "xqa" for name, _ in due)
@@ -136,7 +138,9 @@ def test_peer_splits_as_vllm_lets_it_in_graphs_and_outside(point: Point, splits:
     call, scheduler = call_arguments(shape), scheduler_arguments(shape)
     assert call["num_splits"] == scheduler["num_splits"] == splits
     assert call["max_seqlen_q"] == scheduler["max_seqlen_q"] == point.q_len
-    assert call["max_seqlen_k"] == scheduler["max_seqlen_k"] == point.seq_len
+    # A graph is captured for the longest request that the engine may meet.
+    longest = LONGEST if point.phase is Phase.DECODE else point.seq_len
+    assert call["max_seqlen_k"] == scheduler["max_seqlen_k"] == longest
     assert call["k_descale"].shape == (point.batch_size, 2)
     assert call["seqused_k"] is scheduler["cache_seqlens"]
     assert scheduler["page_size"] == 16

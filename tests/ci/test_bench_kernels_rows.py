@@ -86,17 +86,17 @@ def test_summary_tells_the_share_the_worst_and_what_long_decodes_reach() -> None
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """A file of an H200 where the rule picks xqa for 16 requests, though fa2 was faster."""
+    """A file of an H200 where the rule picks vllm-fa3 for 16 requests, though fa2 was faster."""
     header = {**HEADER, "gpu": "NVIDIA H200", "versions": {"flashinfer": "0.7.2.post1", "torch": "2.11"}}
     header |= {"compute_capability": (9, 0), "num_sms": 132, "read_bandwidth_gbps": 4400.0}
     record = Record(tmp_path / "kernels.json", header)
-    prefill = measured_row(Point(Phase.PREFILL, LLAMA, 1, 512, 512), "flashinfer-fa3", "", Measured(20.0, 1.0, 9.0), 0)
+    prefill = measured_row(Point(Phase.PREFILL, LLAMA, 1, 512, 512), "vllm-fa3", "", Measured(20.0, 1.0, 9.0), 0)
     record.rows = [
-        row("xqa", 12.0, batch=16, seq=1024),
+        row("vllm-fa3", 12.0, batch=16, seq=1024),
         row("flashinfer-fa2", 10.0, batch=16, seq=1024),
         row(PEER, 9.9, batch=16, seq=1024),
         row("flashinfer-fa3", None, batch=16, seq=1024),
-        row("xqa", 9.0, batch=1, seq=1024),
+        row("vllm-fa3", 9.0, batch=1, seq=1024),
         row("flashinfer-fa2", 10.0, batch=1, seq=1024),
         prefill,
     ]
@@ -109,13 +109,13 @@ def test_tables_are_made_of_what_was_measured(finished: Path, tmp_path: Path) ->
     found = Shelf("NVIDIA H200", "0.7.2", (tmp_path / "tables",)).find(LLAMA)
     assert found is not None
     assert found.timings == (
-        Timing(16, 1024, {"xqa": 12.0, "flashinfer-fa2": 10.0}),
-        Timing(1, 1024, {"xqa": 9.0, "flashinfer-fa2": 10.0}),
+        Timing(16, 1024, {"vllm-fa3": 12.0, "flashinfer-fa2": 10.0}),
+        Timing(1, 1024, {"vllm-fa3": 9.0, "flashinfer-fa2": 10.0}),
     )
     (path,) = (tmp_path / "tables").rglob("*.json")
     kept = json.loads(path.read_text())
     assert kept["measured"][0] == {
-        "batch_size": 16, "seq_len": 1024, "kernel": "xqa", "layer_us": 12.0, "spread_us": 0.5, "plan_us": 9.0,
+        "batch_size": 16, "seq_len": 1024, "kernel": "vllm-fa3", "layer_us": 12.0, "spread_us": 0.5, "plan_us": 9.0,
     }  # fmt: skip
     assert len(kept["measured"]) == 4
     assert (kept["revision"], kept["torch"]) == ("abc", "2.11")
@@ -130,7 +130,7 @@ def test_choice_is_made_anew_by_the_tables_that_ship(
         assert bench_kernels.main(["--rechoose", "--output", str(finished), *words]) == 0
         return {(one["phase"], one["batch_size"]): one["chosen"] for one in json.loads(finished.read_text())["rows"]}
 
-    by_rule = {("decode", 16): "xqa", ("decode", 1): "xqa", ("prefill", 1): "flashinfer-fa3"}
+    by_rule = {("decode", 16): "vllm-fa3", ("decode", 1): "vllm-fa3", ("prefill", 1): "vllm-fa3"}
     assert chosen() == by_rule
     assert "fastest kernel at 50.0% of 2 points" in capsys.readouterr().out
     assert chosen("--tables", str(tmp_path / "tables")) == by_rule | {("decode", 16): "flashinfer-fa2"}

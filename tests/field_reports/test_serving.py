@@ -22,9 +22,10 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_doubles import common_metadata, make_case, make_config, make_layer_double, make_spec, run_step
 
 import vllm_attn_plugin
-from ci.accuracy import __main__ as accuracy
 from vllm_attn_plugin import builder as builder_module
+from vllm_attn_plugin.accuracy.settings import check_concurrency
 from vllm_attn_plugin.builder import AttnPluginMetadataBuilder
+from vllm_attn_plugin.cli.app import main
 from vllm_attn_plugin.kernels import EngineParams, LayerParams, NoKernelError, Phase, Toolchain, choose
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 from vllm_attn_plugin.kernels.toolchain import Obstacle
@@ -36,31 +37,31 @@ META = torch.device("meta")
 
 
 def test_report_30_accuracy_gate_refuses_fewer_than_32_requests_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        accuracy.parse_arguments(["--max-num-seqs", "31"])
-    assert "31 requests in flight hide faults that need 32 or more" in capsys.readouterr().err
-    assert accuracy.parse_arguments(["--max-num-seqs", "32"]).max_num_seqs == 32
+    assert main(["accuracy", "--model", "m", "--tasks", "t", "--concurrency", "31"]) == 2
+    assert "--concurrency 31 hides faults that only full batches have: give 32 or more" in capsys.readouterr().err
+    assert check_concurrency(32) == 32
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_report_30_accuracy_gate_asks_for_32_requests_and_more_at_once(device: str, tmp_path: Path) -> None:
+def test_report_30_accuracy_gate_asks_for_32_requests_and_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm_eval sends one request at a time unless it is told otherwise, and the engine must take that many."""
-    options = accuracy.parse_arguments([])
-    options.baseline = "CPU_ATTN"
-    command = accuracy.make_run(options, device, ("smollm2", tmp_path), "CUSTOM").command()
-    arguments = dict(pair.split("=") for pair in command[command.index("--model_args") + 1].split(","))
-    assert int(arguments["max_num_seqs"]) >= 32
-    assert command[command.index("--batch_size") + 1] == "auto"
+    engine = pytest.importorskip("vllm_attn_plugin.accuracy.engine")
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(engine.VLLM, "__init__", lambda self, **arguments: asked.update(arguments))
+    engine.make_engine("model", "CUSTOM", {}, check_concurrency(48), "order")
+    assert asked["max_num_seqs"] == 48
+    assert asked["batch_size"] == "auto"
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "ci/results").glob("*/accuracy.json")), ids=lambda path: path.parent.name
+    "path",
+    sorted((ROOT / "ci/results").glob("*/accuracy-*.json")),
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_report_30_saved_accuracy_was_measured_with_32_requests_in_flight(path: Path) -> None:
     """As the engine's own log told while it ran."""
-    runs = json.loads(path.read_text())["runs"]
-    assert runs
-    assert all(run["most_requests_seen_in_flight"] >= 32 for run in runs)
+    sides = json.loads(path.read_text())["sides"]
+    assert sides
+    assert all(side["most_requests_seen_in_flight"] >= 32 for side in sides.values())
 
 
 def test_report_30_request_gets_the_same_answer_alone_and_among_40() -> None:
@@ -87,14 +88,14 @@ def test_report_30_request_gets_the_same_answer_alone_and_among_40() -> None:
         torch.testing.assert_close(run_step(alone), together[start:stop], atol=2e-6, rtol=2e-6)
 
 
-@pytest.fixture
-def unreadable_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=[Toolchain(), Toolchain(flash_attention3_problem="it is not here")], ids=["fa3", "no_fa3"])
+def unreadable_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU whose memory holds nothing: reading any number back, as waiting for the device is needed for, raises."""
     contract.require_flashinfer()
     engine_params = builder_module.engine_params
 
     def on_hopper(*arguments: Any) -> EngineParams:
-        return replace(engine_params(*arguments), compute_capability=(9, 0), num_sms=132, toolchain=Toolchain())
+        return replace(engine_params(*arguments), compute_capability=(9, 0), num_sms=132, toolchain=request.param)
 
     monkeypatch.setattr(builder_module, "engine_params", on_hopper)
     monkeypatch.setattr(PagedBatch, "list_on_device", PagedBatch.listed_in)
@@ -115,7 +116,7 @@ def on_meta(case: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.usefixtures("unreadable_device")
 @pytest.mark.parametrize("name", ["decode", "mixed", "chunked_prefill", "padded_rows", "spec_decode_4"])
 def test_report_31_step_is_built_without_reading_from_the_device(name: str) -> None:
-    """Through vLLM's builder, with windowed and full layers: XQA's and FlashInfer's plans are made of host arrays."""
+    """Through vLLM's builder, with windowed and full layers: every kernel's plan is made of host arrays."""
     drafts = 3 if name == "spec_decode_4" else None
     layers = {str(window): make_layer(dtype=BF16, window_left=window) for window in (-1, 20)}
     cases = {key: make_case(SPECS[name], layer, freed=False) for key, layer in layers.items()}
@@ -132,7 +133,7 @@ def test_report_31_step_is_built_without_reading_from_the_device(name: str) -> N
         for phase in (plans.decode, plans.prefill)
         if phase is not None
     }
-    assert planned <= {"xqa", "flashinfer-fa2", "flashinfer-fa3"}
+    assert planned <= {"xqa", "flashinfer-fa2", "flashinfer-fa3", "vllm-fa3"}
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         common.seq_lens.cpu().tolist()  # what this test would notice
 
@@ -186,8 +187,8 @@ REFUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 # How a reason states what would be served.
 LIMIT = re.compile(
-    r"is none of|it needs|needs a query of|no multiple of \d+ up to \d+|it has no|it reads|reads a|it only decodes|"
-    r"ignores them|for layers with|must be of|install|must be compiled"
+    r"is none of|is none that|it needs|needs a query of|no multiple of \d+ up to \d+|it has no|it reads|reads a|"
+    r"it only decodes|ignores them|for layers with|must be of|install|must be compiled"
 )
 REMEDY = re.compile(r"unset VLLM_ATTN_PLUGIN_\w+_KERNEL or set it to auto|another --attention-backend")
 
@@ -268,7 +269,8 @@ def test_report_32_refused_model_is_told_the_backend_and_what_to_change(option: 
 GUIDANCE = re.compile(
     r"must|needs?\b|expected|limit|reads|slots|KV cache has|multiple|choose|set |lower|[Ss]erve|unset|use |starts at|"
     r"at least|dtype is|is torch|force|make the|disable|settings are|kernels are|hold none|"
-    r"remove it|run it|give |\{\}; \{\}\."
+    r"remove it|uninstall|run it|give |change --|leave it|leave the option|name one|name an|write keys|mend it|"
+    r"\{\}; \{\}\."
 )
 
 
@@ -276,7 +278,7 @@ def raised_messages() -> list[tuple[str, str]]:
     """Every error that the package raises by itself: where, and its text with {} for each value."""
     found = []
     for path in sorted(
-        path for room in ("kernels", "metadata", "vllm_attn_plugin") for path in (ROOT / room).glob("*.py")
+        path for room in ("kernels", "metadata", "vllm_attn_plugin") for path in (ROOT / room).rglob("*.py")
     ):
         raises = [node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
         calls = [error for error in raises if isinstance(error, ast.Call) and error.args]
@@ -299,6 +301,8 @@ def test_report_32_every_error_raised_says_how_far_a_value_may_go_or_what_to_do(
 
 def test_report_32_every_error_raised_names_its_value() -> None:
     """Those without one speak of something that is missing, which has no value."""
-    missing = re.compile(r"hold none|finds none|not installed|give(s|) no log-sum-exp|cannot mix causal and non-causal")
+    missing = re.compile(
+        r"hold none|finds none|not installed|give(s|) no log-sum-exp|cannot mix causal and non-causal|no task is named"
+    )
     mute = [f"{where}: {text}" for where, text in raised_messages() if "{}" not in text and not missing.search(text)]
     assert mute == []

@@ -10,6 +10,7 @@ from paged_cases import make_case, make_layer, poisoned_cache
 
 from vllm_attn_plugin.kernels import split_kv_cache, write_kv
 from vllm_attn_plugin.kernels.kv_write_kernel import write_kv_with_triton
+from vllm_attn_plugin.kernels.quantize_kernel import quantize_rows
 from vllm_attn_plugin.metadata.page_kernel import list_pages_on_device
 
 
@@ -52,3 +53,21 @@ def test_writer_refuses_rows_that_are_not_dense() -> None:
     new = torch.zeros(1, 2, 128)[..., ::2]
     with pytest.raises(ValueError, match=r"stride 1 in their last dimension, not \(2, 2\)"):
         write_kv_with_triton(new, new, pages, torch.tensor([0]), torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 64), (3, 80), (1, 128)])
+def test_query_is_quantized_as_on_the_host(num_heads: int, head_dim: int) -> None:
+    # Slices of a fused QKV output. Numbers that fp8 has, since the interpreter rounds wrongly; some beyond its range.
+    random = 300 * torch.randn(7, num_heads + 2, head_dim, generator=torch.Generator().manual_seed(0))
+    fused = torch.where(random.abs() > 448, random, random.clamp(-448, 448).to(torch.float8_e4m3fn).float()).bfloat16()
+    rows = (fused * 0.5)[:, :num_heads]
+    quantized = torch.zeros(rows.shape, dtype=torch.float8_e4m3fn)
+    quantize_rows(rows, quantized, 0.5)
+    assert torch.equal(quantized.float(), (rows.float() / 0.5).clamp(-448, 448))
+    assert (quantized.float().abs() == 448).any()
+
+
+def test_query_that_is_not_dense_is_refused() -> None:
+    rows = torch.zeros(4, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="stride 1 in their last dimension"):
+        quantize_rows(rows.transpose(1, 2), torch.zeros(4, 8, 2, dtype=torch.float8_e4m3fn), 1.0)

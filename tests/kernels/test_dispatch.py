@@ -13,11 +13,12 @@ from vllm_attn_plugin.kernels import (
     LayerParams,
     NoKernelError,
     Phase,
+    Toolchain,
     choose,
     dispatch,
     summary,
 )
-from vllm_attn_plugin.kernels.dispatch import XQA_MAX_BATCH_SIZE, Candidate
+from vllm_attn_plugin.kernels.dispatch import Candidate
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 
 ENGINE = EngineParams(torch.device("cpu"), page_size=16, max_batch_size=256, max_num_tokens=512, max_seq_len=128)
@@ -107,6 +108,19 @@ def test_next_kernel_is_tried_and_every_refusal_told(monkeypatch: pytest.MonkeyP
     assert message.endswith("; change what a kernel refuses or serve this model with another --attention-backend.")
 
 
+def test_choice_keeps_what_refused_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(monkeypatch, Candidate(Refusing), Candidate(ReferenceKernel))
+    choice = choose(Phase.DECODE, make_layer(), ENGINE)
+    assert choice.refused == {"refusing": ["decode is not served", "page size 16 is below 32"]}
+    assert choice.table is None
+
+
+def test_refusals_are_the_kernels_own_reasons() -> None:
+    assert choose(Phase.PREFILL, E4M3, GPU[9, 0]).refused["flashinfer-fa3"] == [
+        "its query must be of the cache's torch.float8_e4m3fn, this is torch.bfloat16"
+    ]
+
+
 def test_kernels_with_the_same_reasons_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     class Also(Refusing):
         name: ClassVar[str] = "also"
@@ -120,16 +134,16 @@ def test_kernels_with_the_same_reasons_are_named_together(monkeypatch: pytest.Mo
     [
         ((8, 0), BF16, "flashinfer-fa2", "flashinfer-fa2"),
         ((8, 9), BF16, "flashinfer-fa2", "flashinfer-fa2"),
-        ((9, 0), BF16, "flashinfer-fa3", f"xqa up to {XQA_MAX_BATCH_SIZE} requests, flashinfer-fa2 above"),
+        ((9, 0), BF16, "vllm-fa3", "vllm-fa3"),
         ((10, 0), BF16, "trtllm-gen", "trtllm-gen"),
         ((10, 3), BF16, "trtllm-gen", "trtllm-gen"),
         ((11, 0), BF16, "flashinfer-fa2", "flashinfer-fa2"),
         ((12, 0), BF16, "flashinfer-fa2", "xqa"),
         ((12, 1), BF16, "flashinfer-fa2", "xqa"),
-        ((9, 0), replace(BF16, logits_soft_cap=30.0), "flashinfer-fa3", "flashinfer-fa2"),
-        ((9, 0), E4M3, "flashinfer-fa2", "xqa"),
+        ((9, 0), replace(BF16, logits_soft_cap=30.0), "vllm-fa3", "vllm-fa3"),
+        ((9, 0), E4M3, "vllm-fa3", "xqa"),
         ((9, 0), replace(BF16, kv_dtype=torch.float8_e5m2), "flashinfer-fa2", "flashinfer-fa2"),
-        ((9, 0), replace(BF16, has_sinks=True), "flashinfer-sinks", "xqa"),
+        ((9, 0), replace(BF16, has_sinks=True), "vllm-fa3", "vllm-fa3"),
         ((8, 0), replace(BF16, has_sinks=True), "flashinfer-sinks", "flashinfer-sinks"),
         ((10, 0), replace(BF16, logits_soft_cap=30.0), "flashinfer-fa2", "flashinfer-fa2"),
     ],
@@ -140,15 +154,30 @@ def test_what_each_gpu_is_served_by(capability: tuple[int, int], layer: LayerPar
     assert str(choose(Phase.DECODE, layer, engine)) == decode
 
 
+@pytest.fixture
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule for bfloat16 decodes on SM90 that names two kernels by size."""
+    decode = (Candidate(dispatch.XQAKernel, 16), Candidate(dispatch.FA2Kernel), Candidate(dispatch.XQAKernel))
+    monkeypatch.setitem(dispatch.RULES, 9, replace(dispatch.RULES[9], decode=decode))
+
+
+@pytest.mark.usefixtures("two_kernels")
 def test_size_of_the_batch_decides_between_two_kernels() -> None:
     kernels = choose(Phase.DECODE, BF16, GPU[9, 0]).kernels
-    names = {size: kernels.pick(size).name for size in (0, 1, XQA_MAX_BATCH_SIZE, XQA_MAX_BATCH_SIZE + 1, 10_000)}
+    names = {size: kernels.pick(size).name for size in (0, 1, 16, 17, 10_000)}
     assert list(names.values()) == ["xqa", "xqa", "xqa", "flashinfer-fa2", "flashinfer-fa2"]
 
 
+@pytest.mark.usefixtures("two_kernels")
 def test_kernel_for_sizes_that_no_batch_has_is_not_set_up() -> None:
-    engine = replace(GPU[9, 0], max_batch_size=XQA_MAX_BATCH_SIZE)
-    assert str(choose(Phase.DECODE, BF16, engine)) == "xqa"
+    assert str(choose(Phase.DECODE, BF16, replace(GPU[9, 0], max_batch_size=16))) == "xqa"
+
+
+def test_hopper_without_flash_attention_3_is_served_by_flashinfer() -> None:
+    engine = replace(GPU[9, 0], toolchain=Toolchain(flash_attention3_problem="it is not here"))
+    served = {layer: [str(choose(phase, layer, engine)) for phase in Phase] for layer in (BF16, E4M3)}
+    assert served == {BF16: ["flashinfer-fa3", "flashinfer-fa2"], E4M3: ["flashinfer-fa2", "xqa"]}
+    assert "vllm-fa3 (it is not here)" in refusal(Phase.DECODE, BF16, engine, forced="vllm-fa3")
 
 
 @pytest.mark.parametrize(
@@ -199,8 +228,11 @@ def test_kernels_are_set_up_with_the_limits_of_the_choice(monkeypatch: pytest.Mo
     ("layer", "reasons"),
     [
         (
-            replace(BF16, head_dim=80),
-            ["flashinfer-fa3 and flashinfer-fa2 (head_dim 80 is none of 64, 128, 256)"],
+            replace(BF16, head_dim=300),
+            [
+                "vllm-fa3 (head_dim 300 is no multiple of 8 up to 256)",
+                "flashinfer-fa3 and flashinfer-fa2 (head_dim 300 is none of 64, 128, 256)",
+            ],
         ),
         (replace(BF16, has_alibi=True), ["it has no ALiBi slopes, this layer has"]),
         (replace(BF16, q_dtype=torch.float32), ["query dtype torch.float32 is none of float16, bfloat16"]),
@@ -247,13 +279,16 @@ def test_sinks_are_refused_where_they_would_be_ignored(name: str) -> None:
 def test_speculative_decoding_is_served_without_waiting_where_that_can_be() -> None:
     drafting = replace(GPU[9, 0], max_decode_q_len=4)
     choice = choose(Phase.DECODE, BF16, drafting)
-    assert str(choice) == "xqa"  # for every size: fa2 above the limit would wait
+    assert str(choice) == "vllm-fa3"
     assert choice.reason is None
-    assert str(choose(Phase.PREFILL, BF16, drafting)) == "flashinfer-fa3"
+    without = replace(drafting, toolchain=Toolchain(flash_attention3_problem="it is not here"))
+    choice = choose(Phase.DECODE, BF16, without)
+    assert str(choice) == "xqa"  # fa2, which comes before it, would wait
+    assert choice.reason is None
 
 
 @pytest.mark.parametrize(
-    ("capability", "layer"), [((8, 0), BF16), ((8, 9), E4M3), ((9, 0), replace(BF16, logits_soft_cap=30.0))]
+    ("capability", "layer"), [((8, 0), BF16), ((8, 9), E4M3), ((10, 0), replace(BF16, logits_soft_cap=30.0))]
 )
 def test_speculative_decoding_waits_where_nothing_else_can_and_says_so(
     capability: tuple[int, int], layer: LayerParams
@@ -297,8 +332,8 @@ def test_trtllm_gen_asks_for_head_major_pages() -> None:
 @pytest.mark.parametrize(
     ("capability", "use_trtllm", "prefill", "decode"),
     [
-        ((9, 0), True, "flashinfer-fa3", "xqa"),
-        ((9, 0), False, "flashinfer-fa3", "flashinfer-fa2"),
+        ((9, 0), True, "vllm-fa3", "xqa"),
+        ((9, 0), False, "vllm-fa3", "vllm-fa3"),
         ((10, 0), True, "trtllm-gen", "trtllm-gen"),
         ((10, 0), False, "flashinfer-fa2", "flashinfer-fa2"),
         ((12, 0), True, "flashinfer-fa2", "xqa"),
@@ -370,23 +405,24 @@ def both(layer: LayerParams, engine: EngineParams, **forced: str) -> tuple[Kerne
         (
             GPU[9, 0],
             {},
-            f"prefill=flashinfer-fa3, decode=xqa up to {XQA_MAX_BATCH_SIZE} requests, flashinfer-fa2 above "
+            "prefill=vllm-fa3, decode=xqa up to 16 requests, flashinfer-fa2 above "
             "(first choices on an SM90 GPU that can serve it)",
         ),
         (
             GPU[9, 0],
             {"decode": "xqa"},
-            "prefill=flashinfer-fa3, decode=xqa "
+            "prefill=vllm-fa3, decode=xqa "
             "(prefill: first choice on an SM90 GPU that can serve it; decode: xqa was asked for)",
         ),
         (
             replace(GPU[9, 0], use_trtllm=True),
             {},
-            "prefill=flashinfer-fa3, decode=xqa (prefill: use_trtllm_attention=True, but TensorRT-LLM has no prefill "
+            "prefill=vllm-fa3, decode=xqa (prefill: use_trtllm_attention=True, but TensorRT-LLM has no prefill "
             "kernel for an SM90 GPU; decode: use_trtllm_attention=True)",
         ),
     ],
     ids=["cpu", "two_kernels", "forced", "use_trtllm"],
 )
+@pytest.mark.usefixtures("two_kernels")
 def test_log_line(engine: EngineParams, forced: dict[str, str], expected: str) -> None:
     assert summary(*both(BF16, engine, **forced), engine) == expected

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ H200 = EngineParams(
     num_sms=132,
 )
 B200 = replace(H200, compute_capability=(10, 0))
+NO_FA3 = "FlashAttention 3 is not here"
 NO_NVCC = Obstacle("there is no nvcc at /opt/cuda/bin/nvcc", "install the CUDA toolkit and set CUDA_HOME to its folder")
 
 PREFILL_MODULE = (
@@ -45,6 +47,11 @@ XQA_MODULE = (
     "xqa_input_bf16_kv_cache_bf16_output_bf16_page_size_16_head_dim_128_head_group_ratio_4_use_sliding_window_False"
     "_use_spec_dec_False_spec_q_seq_len_1"
 )
+
+
+def lacking(**facts: Any) -> Toolchain:
+    """A machine without FlashAttention 3, which takes no compiler."""
+    return Toolchain(flash_attention3_problem=NO_FA3, **facts)
 
 
 def executable(path: Path) -> Path:
@@ -70,7 +77,7 @@ def prebuilt(folder: Path, *names: str) -> Toolchain:
     for name in names:
         (folder / name).mkdir()
         (folder / name / f"{name}.so").touch()
-    return Toolchain(obstacle=NO_NVCC, prebuilt_folders=(folder,))
+    return lacking(obstacle=NO_NVCC, prebuilt_folders=(folder,))
 
 
 def refusal(phase: Phase, engine: EngineParams, layer: LayerParams = BF16, forced: str | None = None) -> str:
@@ -135,7 +142,7 @@ def test_default_toolchain_stands_in_no_ones_way() -> None:
 
 @pytest.mark.parametrize(("engine", "phase"), [(H200, Phase.DECODE), (H200, Phase.PREFILL), (B200, Phase.DECODE)])
 def test_without_nvcc_the_sentence_says_what_is_missing_and_what_to_do(engine: EngineParams, phase: Phase) -> None:
-    message = refusal(phase, replace(engine, toolchain=Toolchain(obstacle=NO_NVCC)))
+    message = refusal(phase, replace(engine, toolchain=lacking(obstacle=NO_NVCC)))
     assert (
         "(its code must be compiled, but there is no nvcc at /opt/cuda/bin/nvcc: install the CUDA toolkit and set "
         "CUDA_HOME to its folder, or install the flashinfer-jit-cache of your FlashInfer's version)"
@@ -144,7 +151,7 @@ def test_without_nvcc_the_sentence_says_what_is_missing_and_what_to_do(engine: E
 
 
 def test_without_flashinfer_nothing_else_is_asked() -> None:
-    engine = replace(H200, toolchain=Toolchain(has_flashinfer=False, obstacle=NO_NVCC))
+    engine = replace(H200, toolchain=lacking(has_flashinfer=False, obstacle=NO_NVCC))
     message = refusal(Phase.DECODE, engine)
     assert "flashinfer-python is not installed, install vllm-attn-plugin[gpu]" in message
     assert "nvcc" not in message
@@ -152,7 +159,7 @@ def test_without_flashinfer_nothing_else_is_asked() -> None:
 
 @pytest.mark.parametrize("old", ["0.6.14", "0.7.1", "0.7.1.post3"])
 def test_flashinfer_that_is_too_old_is_refused_by_its_version(old: str) -> None:
-    engine = replace(H200, toolchain=Toolchain(flashinfer_version=old))
+    engine = replace(H200, toolchain=lacking(flashinfer_version=old))
     message = refusal(Phase.DECODE, engine)
     assert f"flashinfer-python {old} is too old, install 0.7.2 or newer" in message
 
@@ -164,7 +171,7 @@ def test_flashinfer_that_is_new_enough_serves(new: str | None) -> None:
 
 @pytest.mark.parametrize("phase", Phase)
 def test_trtllm_gen_without_its_binaries_leaves_the_work_to_others_and_says_why(phase: Phase) -> None:
-    engine = replace(B200, toolchain=Toolchain(has_cubins=False))
+    engine = replace(B200, toolchain=lacking(has_cubins=False))
     assert str(choose(phase, BF16, engine)) == "flashinfer-fa2"
     assert "neither here nor within reach, install the flashinfer-cubin of" in refusal(
         phase, engine, forced="trtllm-gen"
@@ -172,11 +179,11 @@ def test_trtllm_gen_without_its_binaries_leaves_the_work_to_others_and_says_why(
 
 
 def test_layer_that_a_kernel_refuses_anyway_is_not_told_of_the_compiler() -> None:
-    engine = replace(H200, toolchain=Toolchain(obstacle=NO_NVCC))
+    engine = replace(H200, toolchain=lacking(obstacle=NO_NVCC))
     assert "nvcc" not in refusal(Phase.DECODE, engine, replace(BF16, head_dim=80), forced="flashinfer-fa2")
 
 
-@pytest.mark.parametrize("machine", [Toolchain(obstacle=NO_NVCC), Toolchain(has_flashinfer=False)])
+@pytest.mark.parametrize("machine", [lacking(obstacle=NO_NVCC), lacking(has_flashinfer=False)])
 @pytest.mark.parametrize("phase", Phase)
 def test_reference_needs_nothing(phase: Phase, machine: Toolchain) -> None:
     assert str(choose(phase, BF16, replace(H200, toolchain=machine), forced="reference")) == "reference"

@@ -12,7 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from xqa_double import XQADouble
 
 from vllm_attn_plugin.kernels import EngineParams, Phase, timed_batch, timing
-from vllm_attn_plugin.kernels.timed_batch import MOST_LAYERS, Point, Pool, Shape, decode_point, dtype_named, engine_of
+from vllm_attn_plugin.kernels.timed_batch import (
+    LONGEST,
+    MOST_LAYERS,
+    Point,
+    Pool,
+    Shape,
+    decode_point,
+    dtype_named,
+    engine_of,
+)
 from vllm_attn_plugin.kernels.timing import (
     MOST_REPLAYS,
     MOST_ROUNDS,
@@ -124,8 +133,12 @@ def test_numbers_repeat_beyond_those_drawn(monkeypatch: pytest.MonkeyPatch) -> N
 def test_pages_are_shuffled_each_used_once_and_the_first_by_none(point: Point) -> None:
     torch.manual_seed(0)
     shape = Shape(point, Pool(CPU))
-    assert sorted(shape.block_tables.flatten().tolist()) == list(range(1, point.num_pages))
-    assert shape.block_tables.flatten().tolist() != sorted(shape.block_tables.flatten().tolist())
+    used = shape.block_tables[:, : -(-point.seq_len // point.configuration.page_size)]
+    assert sorted(used.flatten().tolist()) == list(range(1, point.num_pages))
+    assert used.flatten().tolist() != sorted(used.flatten().tolist())
+    # The table is as wide as an engine's that may meet far longer requests.
+    assert shape.block_tables.shape[1] * point.configuration.page_size == shape.engine.max_seq_len == LONGEST
+    assert shape.block_tables.sum() == used.sum()
     batch = shape.batch()
     assert batch.seq_lens_cpu.tolist() == [point.seq_len] * point.batch_size
     assert batch.qo_indptr_cpu.diff().tolist() == [point.q_len] * point.batch_size
@@ -294,7 +307,7 @@ def test_reference_is_measured_by_the_same_loop_as_the_gpu_kernels() -> None:
 
         def replay_us(self, runner: Runner) -> float:
             runner.replay()
-            return 32.0
+            return 8.0 if runner.blank is None else 40.0
 
         def plan_us(self, runner: Runner) -> float:
             runner.plan()
@@ -303,6 +316,17 @@ def test_reference_is_measured_by_the_same_loop_as_the_gpu_kernels() -> None:
     shape = Shape(CHUNK, Pool(CPU))
     found = measure({"reference": prepare(shape, "reference")}, HostClock())
     assert found["reference"] == timing.Measured(1.0, 0.0, 3.0)
+
+
+def test_query_is_written_anew_before_each_layer() -> None:
+    shape = Shape(CHUNK, Pool(CPU))
+    runner = prepare(shape, "reference")
+    assert runner.blank is not None
+    for replay in (runner.replay, runner.blank.replay):
+        shape.q.zero_()
+        replay()
+        assert torch.equal(shape.q, shape.q_source)
+        assert shape.q.any()
 
 
 # The device's clock, with events that are told the time

@@ -117,9 +117,11 @@ def test_engine_of_small_batches_needs_one_kernel_alone(shelf: Shelf) -> None:
     )
 
 
-def test_a_window_counts_as_the_longest_length(shelf: Shelf) -> None:
-    windowed = replace(LAYER, window_left=511)
-    assert choose(Phase.DECODE, windowed, engine(tables=shelf)).kernels.pick(8).name == "xqa"
+def test_a_window_counts_as_the_longest_length(tmp_path: Path) -> None:
+    write_table(table({(8, 512): (9.0, 10.0), (8, 8192): (30.0, 20.0)}), tmp_path, {"date": "today"})
+    params = engine(tables=Shelf(GPU, "0.7.2", (tmp_path,)))
+    assert choose(Phase.DECODE, LAYER, params).kernels.pick(8).name == "flashinfer-fa2"
+    assert choose(Phase.DECODE, replace(LAYER, window_left=511), params).kernels.pick(8).name == "xqa"
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,24 @@ def test_block_that_splits_into_a_page_of_the_kernels_is_served(block_size: int 
 
 @pytest.mark.usefixtures("on_cuda")
 def test_both_phases_are_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "find_toolchain", lambda: Toolchain(has_flashinfer=False))
+    machine = Toolchain(has_flashinfer=False, flash_attention3_problem="FlashAttention 3 is not here")
+    monkeypatch.setattr(backend, "find_toolchain", lambda: machine)
     found = reasons(dtype=torch.bfloat16, device_capability=DeviceCapability(9, 0))
     assert len(found) == 2
     assert all("flashinfer-python is not installed, install vllm-attn-plugin[gpu]" in reason for reason in found)
+
+
+@pytest.mark.parametrize(("major", "default", "expected"), [(9, 16, 64), (9, 128, 128), (10, 16, 16), (8, 16, 16)])
+@pytest.mark.usefixtures("on_cuda")
+def test_blocks_of_64_are_preferred_where_kernels_gain_from_them(
+    major: int, default: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend.current_platform, "get_device_capability", lambda: DeviceCapability(major, 0))
+    assert AttnPluginBackend.get_preferred_block_size(default) == expected
+
+
+def test_block_size_on_a_cpu_is_vllm_s() -> None:
+    assert AttnPluginBackend.get_preferred_block_size(16) == 16
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -253,6 +253,27 @@ def test_decodes_of_a_mixed_step_are_counted_alone() -> None:
     assert decode_of(make_builder(case), case).kernel.name == "small"
 
 
+class MixingKernel(ReferenceKernel):
+    name = "mixing"
+    serves_mixed = True
+
+
+@pytest.mark.parametrize("decode_kernel", [MixingKernel, SmallKernel])
+@pytest.mark.parametrize(("q_lens", "is_mixed"), [((1, 1, 9, 9), True), ((1, 9, 1), True), ((1, 1), False)])
+def test_mixed_step_goes_in_one_call_where_one_kernel_serves_both_phases(
+    q_lens: tuple[int, ...], is_mixed: bool, decode_kernel: type[ReferenceKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = {Phase.DECODE: (Candidate(decode_kernel),), Phase.PREFILL: (Candidate(MixingKernel),)}
+    monkeypatch.setattr(dispatch, "preference", lambda phase, layer, engine: rules[phase])
+    case = make_case(BatchSpec("step", q_lens, tuple(20 + q_len for q_len in q_lens)), make_layer())
+    layer = make_layer_double(case)
+    metadata = make_builder(case, {"layer": layer}).build(0, common_metadata(case))
+    (plans,) = metadata.plans.values()
+    assert (plans.decode is None) == (is_mixed and decode_kernel is MixingKernel)
+    assert (plans.prefill is None) != is_mixed
+    assert_close_to_formula(case, forward(layer, case, metadata))
+
+
 @pytest.mark.usefixtures("two_decode_kernels")
 def test_graph_support_is_the_least_of_the_kernels_that_can_be_picked() -> None:
     case = decodes(1)

@@ -30,6 +30,13 @@ def test_settings_load_nothing_heavy() -> None:
     assert loaded_by("import vllm_attn_plugin.settings").isdisjoint(HEAVY)
 
 
+def test_help_loads_nothing_heavy_and_serving_no_command_line() -> None:
+    loaded = loaded_by("import vllm_attn_plugin.cli.app")
+    assert "typer" in loaded
+    assert loaded.isdisjoint(HEAVY)
+    assert "typer" not in loaded_by("import vllm_attn_plugin, vllm_attn_plugin.settings")
+
+
 @pytest.mark.parametrize("package", ["metadata", "kernels"])
 def test_rooms_below_load_no_engine_and_no_kernel_library(package: str) -> None:
     loaded = loaded_by(f"import vllm_attn_plugin.{package}")

@@ -14,7 +14,7 @@ import vllm_attn_plugin
 from vllm_attn_plugin import registration
 from vllm_attn_plugin.backend import AttnPluginBackend
 from vllm_attn_plugin.platform import AttnPluginCpuPlatform
-from vllm_attn_plugin.registration import reasons_passed_over
+from vllm_attn_plugin.plugin_filters import GENERAL_PLUGIN, PLATFORM_PLUGIN, reasons_passed_over
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from vllm_attn_plugin.registration import reasons_passed_over
 def test_entry_points_are_installed(group: str, name: str, value: str) -> None:
     (found,) = entry_points(group=group, name=name)
     assert found.value == value
-    assert name in (registration.GENERAL_PLUGIN, registration.PLATFORM_PLUGIN)
+    assert name in (GENERAL_PLUGIN, PLATFORM_PLUGIN)
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])

@@ -1,6 +1,5 @@
 """The tune command: what it understands, and what it refuses before anything is measured."""
 
-import argparse
 from collections.abc import Callable
 
 import pytest
@@ -12,20 +11,29 @@ from vllm_attn_plugin.kernels.timing import Runner
 from vllm_attn_plugin.kernels.tuning import Configuration, Timing
 
 
-def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    tune.add_arguments(parser)
-    return parser.parse_args(words)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tune.Asked]:
+    """What the command line asks for."""
+    taken: list[tune.Asked] = []
+    monkeypatch.setattr(tune, "run", lambda asked: taken.append(asked) or [])
+
+    def parse(*words: str) -> tune.Asked:
+        assert main(["tune", *words]) == 0
+        return taken.pop()
+
+    return parse
 
 
-def test_every_combination_is_measured() -> None:
-    options = parse("--heads", "32/8", "8/1", "--page-size", "16", "64", "--kv-dtype", "bfloat16", "float8_e4m3fn")
+def test_every_combination_is_measured(asked: Callable[..., tune.Asked]) -> None:
+    options = asked("--heads", "32/8", "8/1", "--page-size", "16", "64", "--kv-dtype", "bfloat16", "float8_e4m3fn")
+    assert options.heads == ("32/8", "8/1")
+    assert options.page_size == asked("--heads", "1/1", "--page-size", "16", "--page-size", "64").page_size == (16, 64)
     found = [str(configuration) for configuration in tune.configurations(options)]
     assert len(set(found)) == 8
     assert found[:2] == ["32x8-d128-p16-bfloat16-bfloat16-q1", "32x8-d128-p16-bfloat16-float8_e4m3fn-q1"]
-    assert [str(one) for one in tune.configurations(parse("--heads", "4/4", "--dtype", "float16", "--q-len", "3"))] == [
-        "4x4-d128-p16-float16-float16-q3"
-    ]
+    drafts = asked("--heads", "4/4", "--dtype", "float16", "--q-len", "3")
+    assert [str(one) for one in tune.configurations(drafts)] == ["4x4-d128-p16-float16-float16-q3"]
+    assert (drafts.batch_sizes, drafts.seq_lens, drafts.output) == (tune.BATCH_SIZES, tune.SEQ_LENS, None)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +45,11 @@ def test_every_combination_is_measured() -> None:
         (("--heads", "8/2", "--kv-dtype", "fp8"), "'fp8' is no dtype of torch; use one such as bfloat16"),
     ],
 )
-def test_option_that_is_not_understood_is_named(words: tuple[str, ...], message: str) -> None:
+def test_option_that_is_not_understood_is_named(
+    words: tuple[str, ...], message: str, asked: Callable[..., tune.Asked]
+) -> None:
     with pytest.raises(tune.TuneError, match=message):
-        list(tune.configurations(parse(*words)))
+        list(tune.configurations(asked(*words)))
 
 
 def test_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,11 +48,8 @@ class LayerDouble:
     _q_scale_float: float = 1.0
     _k_scale_float: float = 1.0
     _v_scale_float: float = 1.0
+    _v_scale: torch.Tensor = field(default_factory=lambda: torch.ones(1))
     layer_name: str = "layer"
-
-    @property
-    def _v_scale(self) -> torch.Tensor:
-        return torch.tensor([self._v_scale_float])
 
 
 def make_impl(case: PagedCase, **changes: Any) -> AttnPluginImpl:
@@ -79,6 +76,7 @@ def make_layer_double(case: PagedCase, **changes: Any) -> LayerDouble:
     """A case's layer with its cache bound and its scales set."""
     layer = LayerDouble(make_impl(case, **changes), case.kv_cache)
     layer._k_scale_float, layer._v_scale_float = case.inputs.k_scale, case.inputs.v_scale
+    layer._v_scale = torch.tensor([case.inputs.v_scale])
     return layer
 
 

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ci.accuracy.generate import facts, last_word, perplexity, retrieval
+from ci.accuracy.generate import arithmetic, facts, last_word, lists, perplexity, retrieval, word_problems
 
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE.parent / "sources"
@@ -30,6 +30,10 @@ def data_files() -> dict[str, bytes]:
         "retrieval": retrieval.build(SOURCES / "retrieval.yaml", _rng("retrieval")),
         "facts": facts.build(SOURCES / "facts.tsv", _rng("facts")),
         "last_word": last_word.build(SOURCES / "last_word.yaml", _rng("last_word")),
+        "arithmetic": arithmetic.build(_rng("arithmetic")),
+        "word_problems": word_problems.build(SOURCES / "word_problems.yaml", _rng("word_problems")),
+        "copy": lists.copy(SOURCES / "last_word.yaml", _rng("copy")),
+        "induction": lists.induction(SOURCES / "last_word.yaml", _rng("induction")),
         "perplexity": perplexity.build(SOURCES / "kjv_chapters.txt"),
     }
     return {f"{task}.jsonl": _jsonl(lines) for task, lines in records.items()}

@@ -43,7 +43,9 @@ def _hide(sentences: list[str], needles: list[str]) -> list[str]:
     return hidden
 
 
-def build(source: Path, rng: random.Random) -> list[dict[str, Any]]:
+def build(
+    source: Path, rng: random.Random, contexts: int = _CONTEXTS, characters: int = _CHARACTERS
+) -> list[dict[str, Any]]:
     """One record a question: `context`, `question`, `answer`, and the needle's `depth` (0 is the start, 1 the end).
 
     Several questions share a context, so that prefix caching is at work. They ask for the needles in turn, from context
@@ -51,10 +53,10 @@ def build(source: Path, rng: random.Random) -> list[dict[str, Any]]:
     """
     data = yaml.safe_load(source.read_text(encoding="utf-8"))
     records: list[dict[str, Any]] = []
-    for number in range(_CONTEXTS):
+    for number in range(contexts):
         codes = _needles(data, rng)
         needles = [data["needle"].format(key=key, code=code) for key, code in codes.items()]
-        context = " ".join(_hide(_hay(data, _CHARACTERS, rng), needles))
+        context = " ".join(_hide(_hay(data, characters, rng), needles))
         keys = list(codes)
         for turn in range(_QUESTIONS_PER_CONTEXT):
             index = (number * _QUESTIONS_PER_CONTEXT + turn) % _NEEDLES

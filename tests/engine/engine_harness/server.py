@@ -81,12 +81,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(model: Path, log: Path, *options: str) -> Iterator[Server]:
-    """Start `vllm serve`, wait until it is healthy, and stop it with all its processes."""
+def serve(model: Path, log: Path, *options: str, variables: dict[str, str] | None = None) -> Iterator[Server]:
+    """Start `vllm serve`, wait until it is healthy, and stop it with all its processes.
+
+    Args:
+        model: its folder.
+        log: where what it writes goes.
+        options: of `vllm serve`.
+        variables: environment variables that it gets besides.
+    """
     port = free_port()
     command = serve_command(model, "--host", "127.0.0.1", "--port", str(port), *options)
     # The development endpoints carry the probe's report.
-    environment = clean_environment({"VLLM_SERVER_DEV_MODE": "1"})
+    environment = clean_environment({"VLLM_SERVER_DEV_MODE": "1", **(variables or {})})
     with log.open("w") as out:
         process = subprocess.Popen(
             command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
