@@ -19,12 +19,22 @@ from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES
 from vllm_attn_plugin.kernels.reasons import describe, when
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.kernels.registered import registered_kernels
+from vllm_attn_plugin.kernels.split_decode import SplitDecodeKernel
 from vllm_attn_plugin.kernels.trtllm_gen import TrtllmGenKernel
 from vllm_attn_plugin.kernels.xqa import XQAKernel
 
 KERNELS: dict[str, type[AttentionKernel]] = {
     kernel.name: kernel
-    for kernel in (TrtllmGenKernel, XQAKernel, VllmFA3Kernel, FA3Kernel, FA2Kernel, SinkKernel, ReferenceKernel)
+    for kernel in (
+        TrtllmGenKernel,
+        XQAKernel,
+        VllmFA3Kernel,
+        FA3Kernel,
+        FA2Kernel,
+        SinkKernel,
+        SplitDecodeKernel,
+        ReferenceKernel,
+    )
 }
 TRTLLM_KERNELS = (TrtllmGenKernel, XQAKernel)
 
@@ -51,10 +61,14 @@ class NoKernelError(ValueError):
 
 
 class Candidate(NamedTuple):
-    """A kernel to try for batches of up to `max_batch_size` requests; for any that is left where that is None."""
+    """A kernel to try for batches of up to `max_batch_size` requests; for any that is left where that is None.
+
+    One that is `measured_only` serves where a table of measured times names it, and is no choice of the rule's own.
+    """
 
     kernel: type[AttentionKernel]
     max_batch_size: int | None = None
+    measured_only: bool = False
 
 
 def _any_size(*kernels: type[AttentionKernel]) -> tuple[Candidate, ...]:
@@ -76,21 +90,27 @@ class Rule:
     decode_fp8: tuple[Candidate, ...] | None = None
 
 
+SPLIT_DECODE = Candidate(SplitDecodeKernel, measured_only=True)
+
 # By the major number of the compute capability; any other GPU is served as the first.
 RULES = {
-    8: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(FA2Kernel, SinkKernel)),
+    8: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=(*_any_size(FA2Kernel, SinkKernel), SPLIT_DECODE)),
     9: Rule(
         prefill=_any_size(VllmFA3Kernel, FA3Kernel, FA2Kernel, SinkKernel),
-        # XQA is the fastest over an fp8 cache. Over a bfloat16 one it is within a layer alone: in an engine, an H200
-        # serves one request of 512 tokens 4 % slower with it than with FlashAttention 3, eight of 2048 tokens 3 %.
-        decode=_any_size(VllmFA3Kernel, FA2Kernel, XQAKernel, SinkKernel),
-        decode_fp8=_any_size(XQAKernel, VllmFA3Kernel, FA2Kernel, SinkKernel),
+        # The split decode is the fastest over a bfloat16 cache, or within 2 % of it. XQA is over an fp8 cache. Over a
+        # bfloat16 one it is within a layer alone: in an engine, an H200 serves one request of 512 tokens 4 % slower
+        # with it than with FlashAttention 3, eight of 2048 tokens 3 %.
+        decode=_any_size(SplitDecodeKernel, VllmFA3Kernel, FA2Kernel, XQAKernel, SinkKernel),
+        decode_fp8=(*_any_size(XQAKernel, VllmFA3Kernel, FA2Kernel, SinkKernel), SPLIT_DECODE),
     ),
     10: Rule(
         prefill=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
         decode=_any_size(TrtllmGenKernel, FA2Kernel, SinkKernel),
     ),
-    12: Rule(prefill=_any_size(FA2Kernel, SinkKernel), decode=_any_size(XQAKernel, FA2Kernel, SinkKernel)),
+    12: Rule(
+        prefill=_any_size(FA2Kernel, SinkKernel),
+        decode=(*_any_size(XQAKernel, FA2Kernel, SinkKernel), SPLIT_DECODE),
+    ),
 }
 
 Item = TypeVar("Item")
@@ -169,13 +189,14 @@ def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str |
     if phase is Phase.DECODE and forced is None:
         prompt, table = _by_table(prompt, layer, engine)
         reason = "; ".join(filter(None, (reason, table and f"fastest in {table}"))) or None
-    kernels = _by_size(prompt, engine)
+    kernels = _by_size(_without_measured_only(prompt), engine)
     if kernels is None:
-        kernels = _by_size(able, engine)
+        kernels = _by_size(_without_measured_only(able), engine)
         reason = "; ".join(filter(None, (reason, WAITS)))
     if kernels is None:
+        tried = {candidate.kernel: reasons[candidate.kernel] for candidate in _without_measured_only(candidates)}
         raise NoKernelError(
-            f"no {phase.value} kernel can serve this layer: {_refusals(reasons)}; "
+            f"no {phase.value} kernel can serve this layer: {_refusals(tried)}; "
             f"{_remedy(phase, layer, engine, forced)}."
         )
     return KernelChoice(kernels, reason, {kernel.name: why for kernel, why in reasons.items() if why}, table)
@@ -199,11 +220,16 @@ def _by_table(
     return [*tuned, Candidate(tuned[-1].kernel)], table.source
 
 
+def _without_measured_only(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that need no table to be chosen."""
+    return [candidate for candidate in candidates if not candidate.measured_only]
+
+
 def _by_size(candidates: Iterable[Candidate], engine: EngineParams) -> BySize[type[AttentionKernel]] | None:
     """The candidates by batch size, up to the engine's largest; None where they leave sizes without a kernel."""
     kernels: list[type[AttentionKernel]] = []
     limits: list[int] = []
-    for kernel, max_batch_size in candidates:
+    for kernel, max_batch_size, _ in candidates:
         if kernel in kernels[-1:]:  # what stood between refused, so that it goes on
             limits.pop()
         else:

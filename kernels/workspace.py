@@ -14,6 +14,10 @@ Two buffers a device, never shared, because their rules differ:
 And three smaller ones: `multi_ctas_counters`, TRT-LLM-gen's own counters (FlashInfer 0.7 takes them as a tensor of
 their own), under the same zero rule; `fp8_output`, where a kernel that writes fp8 alone leaves a result that the engine
 wants in another dtype; and `fp8_query`, where a query is quantized for a kernel that wants it so.
+
+And one of our own decode kernel, `split_decode`, under the zero rule for its head:
+
+    split_decode | arrivals, 64 KiB | maxima and denominators of parts | sums of parts |
 """
 
 from dataclasses import dataclass
@@ -58,6 +62,7 @@ class Workspaces:
     multi_ctas_counters: torch.Tensor | None = None
     fp8_output: torch.Tensor | None = None
     fp8_query: torch.Tensor | None = None
+    split_decode: torch.Tensor | None = None
 
     def summary(self) -> str:
         """Every buffer with its size, for the log; empty where there is none."""
@@ -67,6 +72,7 @@ class Workspaces:
             "TRT-LLM-gen counters": self.multi_ctas_counters,
             "fp8 output": self.fp8_output,
             "fp8 query": self.fp8_query,
+            "split decode": self.split_decode,
         }
         sizes = [f"{name} {buffer.numel() / MIB:.0f} MiB" for name, buffer in buffers.items() if buffer is not None]
         return ", ".join(sizes)
@@ -95,6 +101,11 @@ class Workspaces:
         """A query of `num_bytes` fp8 numbers, `uint8 [num_bytes or more]`."""
         self.fp8_query = self._reserve("fp8 query", self.fp8_query, num_bytes)
         return self.fp8_query
+
+    def reserve_split_decode(self, num_bytes: int) -> torch.Tensor:
+        """The zeroed buffer of our own decode kernel, `uint8 [num_bytes or more]`."""
+        self.split_decode = self._reserve("split decode", self.split_decode, num_bytes)
+        return self.split_decode
 
     def _reserve(self, name: str, buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor:
         if buffer is not None and buffer.numel() >= num_bytes:

@@ -1,9 +1,10 @@
 """Attention kernels against each other and against the GPU's read bandwidth: `python -m ci.bench.kernels`.
 
-Decode: xqa, vllm-fa3, flashinfer-fa2, and as their peer FlashAttention 3 as vLLM's FLASH_ATTN backend calls it.
-Prefill: the same with flashinfer-fa3 for xqa. Each is planned and run as in an engine, over shuffled pages; several
-layers lie in a CUDA graph, the L2 cache is filled with something else before each replay, kernels take turns, and
-medians are kept. Beside the times stands what the dispatch chooses for the point with the tables that ship.
+Decode: xqa, vllm-fa3, flashinfer-fa2, triton-decode, and as their peer FlashAttention 3 as vLLM's FLASH_ATTN backend
+calls it. Prefill: vllm-fa3, flashinfer-fa3, flashinfer-fa2 and the peer. Each is planned and run as in an engine, over
+shuffled pages; several layers lie in a CUDA graph, the L2 cache is filled with something else before each replay,
+kernels take turns, and medians are kept. Beside the times stands what the dispatch chooses for the point with the
+tables that ship.
 
 Writes `ci/results/<gpu>/kernels.json`, a row a kernel and point, as it goes. Exit status 0 if nothing failed.
 
@@ -42,7 +43,7 @@ from vllm_attn_plugin.kernels.timing import CudaClock
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "ci.bench.kernels"
 NAMES = {
-    Phase.DECODE: ("xqa", "vllm-fa3", "flashinfer-fa2", PEER),
+    Phase.DECODE: ("xqa", "vllm-fa3", "flashinfer-fa2", "triton-decode", PEER),
     Phase.PREFILL: ("vllm-fa3", "flashinfer-fa3", "flashinfer-fa2", PEER),
 }
 # Far more than an L2 cache, and few enough milliseconds.

@@ -19,6 +19,7 @@ SHOWN_SECONDS, LOGGED_SECONDS = 0.5, 15.0
 TOKENS = 128
 # It comes compiled.
 SHIPS_COMPILED = ("vllm-fa3",)
+XQA, TRITON = "xqa", "triton-decode"
 
 
 def progress_seconds() -> float:
@@ -32,16 +33,27 @@ def modules(points: Iterable[Point], contenders: Mapping[Phase, Mapping[str, Con
     for point in points:
         for name, contender in contenders[point.phase].items():
             if isinstance(contender, OwnKernel) and name not in SHIPS_COMPILED:
-                # Beside dtypes and head size, which all depend on, XQA's code does on pages and grouping.
+                # What all depend on; then what a kernel's own code does.
                 layer = point.configuration
-                group = (layer.page_size, layer.num_qo_heads // layer.num_kv_heads) if name == "xqa" else ()
-                found.setdefault((name, layer.kv_dtype, layer.head_dim, *group), (name, _small(point)))
-    return sorted(found.values(), key=lambda module: module[0] == "xqa")
+                key = (name, layer.kv_dtype, layer.head_dim, *_own_key(name, point))
+                found.setdefault(key, (name, _small(point)))
+    return sorted(found.values(), key=lambda module: module[0] in (XQA, TRITON))
+
+
+def _own_key(name: str, point: Point) -> tuple[object, ...]:
+    layer = point.configuration
+    if name == XQA:
+        return layer.page_size, layer.num_qo_heads // layer.num_kv_heads
+    if name == TRITON:
+        return layer.page_size, layer.num_qo_heads, layer.num_kv_heads, point.batch_size
+    return ()
 
 
 def _small(point: Point) -> Point:
     q_len = point.q_len if point.phase is Phase.DECODE else TOKENS
-    return Point(point.phase, point.configuration, 1, q_len, TOKENS)
+    return Point(
+        point.phase, point.configuration, point.batch_size if point.phase is Phase.DECODE else 1, q_len, TOKENS
+    )
 
 
 def compile_side_by_side(

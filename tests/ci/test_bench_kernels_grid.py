@@ -85,21 +85,29 @@ def test_kernels_are_picked_by_name() -> None:
     found = contenders_of(parse(["--kernels", "xqa", PEER]))
     assert {str(phase): list(some) for phase, some in found.items()} == {"decode": ["xqa", PEER], "prefill": [PEER]}
     everything = contenders_of(parse([]))
-    assert list(everything[Phase.DECODE]) == ["xqa", "vllm-fa3", "flashinfer-fa2", PEER]
+    assert list(everything[Phase.DECODE]) == ["xqa", "vllm-fa3", "flashinfer-fa2", "triton-decode", PEER]
     assert list(everything[Phase.PREFILL]) == ["vllm-fa3", "flashinfer-fa3", "flashinfer-fa2", PEER]
     with pytest.raises(
-        UserError, match="--kernels fa4: the kernels are FLASH_ATTN, flashinfer-fa2, flashinfer-fa3, vllm-fa3, xqa"
+        UserError,
+        match="--kernels fa4: the kernels are FLASH_ATTN, flashinfer-fa2, flashinfer-fa3, triton-decode, vllm-fa3, xqa",
     ):
         contenders_of(parse(["--kernels", "xqa", "fa4"]))
 
 
 def test_each_module_is_compiled_once() -> None:
     due = modules(grid("small"), contenders_of(parse([])))
-    native = [(name, one.configuration.kv_dtype, one.configuration.head_dim) for name, one in due if name != "xqa"]
+    native = [
+        (name, one.configuration.kv_dtype, one.configuration.head_dim)
+        for name, one in due
+        if name not in ("xqa", "triton-decode")
+    ]
     assert len(native) == len(set(native)) == 2 * 3 + 2 + 2  # fa2; fa3 prefills 128 of both dtypes, the others of one
     xqa = [one.configuration for name, one in due if name == "xqa"]
     assert len(xqa) == 2 * 6  # centre, pages of 64, two groupings more (8/1 has that of 64/8), two head sizes more
-    assert [name == "xqa" for name, _ in due] == sorted(name == "xqa" for name, _ in due)
+    triton = [(one.configuration, one.batch_size) for name, one in due if name == "triton-decode"]
+    assert len(triton) == len(set(triton)) == 2 * (2 * 7 + 5 * 4)  # its code depends on the batch's size, too
+    last = [name in ("xqa", "triton-decode") for name, _ in due]
+    assert last == sorted(last)
     assert max(point.seq_len for _, point in due) == 128
 
 

@@ -15,8 +15,9 @@ from vllm_attn_plugin.kernels.dispatch import KERNELS
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 ALL = {**SPECS, **GPU_SPECS}
 DECODES = ("decode", "long_decode", "full_cache_decode", "many_short")
-# Kernels of both phases.
+# Kernels of both phases, and those that decode alone.
 DECODING = ("flashinfer-fa2", "vllm-fa3")
+ONLY_DECODE = ("xqa", "triton-decode")
 PREFILLS = ("prefill", "chunked_prefill", "mixed", "full_cache_prefill", "long_prefill")
 
 
@@ -43,8 +44,8 @@ class Ask:
 
     @property
     def phase(self) -> Phase:
-        """XQA only decodes; those of both phases decode what has one query a request."""
-        is_decode = self.kernel == "xqa" or (self.kernel in DECODING and set(ALL[self.spec].q_lens) == {1})
+        """Some kernels only decode; those of both phases decode what has one query a request."""
+        is_decode = self.kernel in ONLY_DECODE or (self.kernel in DECODING and set(ALL[self.spec].q_lens) == {1})
         return Phase.DECODE if is_decode else Phase.PREFILL
 
     @property
@@ -99,6 +100,7 @@ def all_asks() -> list[Ask]:
         Ask("flashinfer-fa3", "prefill"),
         Ask("vllm-fa3", "decode"),
         Ask("vllm-fa3", "prefill"),
+        Ask("triton-decode", "decode"),
     ):
         asks += asks_around(base)
     for kernel in ("flashinfer-fa2", "flashinfer-fa3", "vllm-fa3"):
@@ -125,6 +127,7 @@ def all_asks() -> list[Ask]:
         for w in (-1, 127)
     ]
     asks += [Ask("vllm-fa3", "mixed", head_dim=80), Ask("vllm-fa3", "decode", head_dim=96)]
+    asks += split_decode_asks()
     asks += [Ask("xqa", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows")]
     asks += [Ask("flashinfer-fa2", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode")]
     asks += [
@@ -142,9 +145,42 @@ def all_asks() -> list[Ask]:
     return _slowest_compilations_first(list({str(ask): ask for ask in asks}.values()))
 
 
+def split_decode_asks() -> list[Ask]:
+    """What the split decode kernel can be asked for beyond what every decode kernel is."""
+    base = Ask("triton-decode", "decode")
+    asks = [replace(base, spec=f"spec_decode_{q}") for q in range(2, 9)]
+    asks += [
+        replace(base, spec=f"spec_decode_{q}", group=g, head_dim=d)
+        for q in (4, 8)
+        for g, d in ((8, 64), (8, 128), (8, 256))
+    ]
+    asks += [replace(base, spec="spec_decode_8", group=16), replace(base, spec="spec_decode_ragged")]
+    asks += [
+        replace(base, spec="spec_decode_4", options={"window_left": 15}),
+        replace(base, spec="spec_decode_4", causal=False),
+    ]
+    specs = ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows", "empty_kv", "queries_before_keys")
+    asks += [replace(base, spec=spec, page_size=page) for spec in specs for page in (16, 64)]
+    asks += [replace(base, spec=spec, head_dim=d) for spec in DECODES[:2] for d in (80, 96)]
+    asks += [
+        replace(base, spec=spec, kv_dtype=kv_dtype, dtype=dtype, page_size=page)
+        for spec in ("long_decode", "wide_decode", "spec_decode_ragged")
+        for kv_dtype in (E4M3, E5M2)
+        for dtype, page in ((BF16, 64), (FP16, 16))
+    ]
+    for options in (
+        {"soft_cap": 30.0},
+        {"soft_cap": 30.0, "window_left": 127},
+        {"sinks": True},
+        {"sinks": True, "window_left": 127},
+    ):
+        asks += [replace(base, spec=spec, options=options) for spec in DECODES[:2]]
+    return asks
+
+
 def _slowest_compilations_first(asks: list[Ask]) -> list[Ask]:
     """One check of each compiled module first, so that parallel processes compile them side by side; fa3 is slowest."""
-    order = ["flashinfer-fa3", "flashinfer-sinks", "flashinfer-fa2", "xqa", "vllm-fa3"]
+    order = ["flashinfer-fa3", "flashinfer-sinks", "flashinfer-fa2", "xqa", "vllm-fa3", "triton-decode"]
     first = {ask.module: ask for ask in reversed(asks)}
     heads = sorted(first.values(), key=lambda ask: order.index(ask.kernel))
     return heads + [ask for ask in asks if first[ask.module] is not ask]
@@ -166,7 +202,7 @@ def test_kernel_against_fp64(ask: Ask, record_property: Any) -> None:
     kernel = KERNELS[ask.kernel]
     if ask.needs_finite_slots:
         tame_unused_slots(gpu)
-    engine = gpu.engine if ask.kernel == "xqa" else _without_speculation(gpu.engine)
+    engine = gpu.engine if ask.kernel in ONLY_DECODE else _without_speculation(gpu.engine)
     gpu.engine = engine
     assert kernel.reasons_against(ask.phase, layer, engine) == []
     out = gpu.run(kernel, ask.phase)

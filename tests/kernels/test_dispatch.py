@@ -134,16 +134,16 @@ def test_kernels_with_the_same_reasons_are_named_together(monkeypatch: pytest.Mo
     [
         ((8, 0), BF16, "flashinfer-fa2", "flashinfer-fa2"),
         ((8, 9), BF16, "flashinfer-fa2", "flashinfer-fa2"),
-        ((9, 0), BF16, "vllm-fa3", "vllm-fa3"),
+        ((9, 0), BF16, "vllm-fa3", "triton-decode"),
         ((10, 0), BF16, "trtllm-gen", "trtllm-gen"),
         ((10, 3), BF16, "trtllm-gen", "trtllm-gen"),
         ((11, 0), BF16, "flashinfer-fa2", "flashinfer-fa2"),
         ((12, 0), BF16, "flashinfer-fa2", "xqa"),
         ((12, 1), BF16, "flashinfer-fa2", "xqa"),
-        ((9, 0), replace(BF16, logits_soft_cap=30.0), "vllm-fa3", "vllm-fa3"),
+        ((9, 0), replace(BF16, logits_soft_cap=30.0), "vllm-fa3", "triton-decode"),
         ((9, 0), E4M3, "vllm-fa3", "xqa"),
         ((9, 0), replace(BF16, kv_dtype=torch.float8_e5m2), "flashinfer-fa2", "flashinfer-fa2"),
-        ((9, 0), replace(BF16, has_sinks=True), "vllm-fa3", "vllm-fa3"),
+        ((9, 0), replace(BF16, has_sinks=True), "vllm-fa3", "triton-decode"),
         ((8, 0), replace(BF16, has_sinks=True), "flashinfer-sinks", "flashinfer-sinks"),
         ((10, 0), replace(BF16, logits_soft_cap=30.0), "flashinfer-fa2", "flashinfer-fa2"),
     ],
@@ -176,7 +176,7 @@ def test_kernel_for_sizes_that_no_batch_has_is_not_set_up() -> None:
 def test_hopper_without_flash_attention_3_is_served_by_flashinfer() -> None:
     engine = replace(GPU[9, 0], toolchain=Toolchain(flash_attention3_problem="it is not here"))
     served = {layer: [str(choose(phase, layer, engine)) for phase in Phase] for layer in (BF16, E4M3)}
-    assert served == {BF16: ["flashinfer-fa3", "flashinfer-fa2"], E4M3: ["flashinfer-fa2", "xqa"]}
+    assert served == {BF16: ["flashinfer-fa3", "triton-decode"], E4M3: ["flashinfer-fa2", "xqa"]}
     assert "vllm-fa3 (it is not here)" in refusal(Phase.DECODE, BF16, engine, forced="vllm-fa3")
 
 
@@ -212,8 +212,8 @@ def test_rules_leave_no_size_without_a_kernel(capability: int) -> None:
     """A kernel that is listed for some sizes is listed for all of them, should it be the only one that can serve."""
     rule = dispatch.RULES[capability]
     for candidates in (rule.prefill, rule.decode, rule.decode_fp8 or rule.decode):
-        limited = {kernel for kernel, limit in candidates if limit is not None}
-        assert limited <= {kernel for kernel, limit in candidates if limit is None}
+        limited = {kernel for kernel, limit, _ in candidates if limit is not None}
+        assert limited <= {kernel for kernel, limit, _ in candidates if limit is None}
 
 
 def test_kernels_are_set_up_with_the_limits_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_sinks_are_refused_where_they_would_be_ignored(name: str) -> None:
 def test_speculative_decoding_is_served_without_waiting_where_that_can_be() -> None:
     drafting = replace(GPU[9, 0], max_decode_q_len=4)
     choice = choose(Phase.DECODE, BF16, drafting)
-    assert str(choice) == "vllm-fa3"
+    assert str(choice) == "triton-decode"
     assert choice.reason is None
     without = replace(drafting, toolchain=Toolchain(flash_attention3_problem="it is not here"))
     choice = choose(Phase.DECODE, BF16, without)
@@ -333,7 +333,7 @@ def test_trtllm_gen_asks_for_head_major_pages() -> None:
     ("capability", "use_trtllm", "prefill", "decode"),
     [
         ((9, 0), True, "vllm-fa3", "xqa"),
-        ((9, 0), False, "vllm-fa3", "vllm-fa3"),
+        ((9, 0), False, "vllm-fa3", "triton-decode"),
         ((10, 0), True, "trtllm-gen", "trtllm-gen"),
         ((10, 0), False, "flashinfer-fa2", "flashinfer-fa2"),
         ((12, 0), True, "flashinfer-fa2", "xqa"),

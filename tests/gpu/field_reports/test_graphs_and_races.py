@@ -13,7 +13,7 @@ from paged_cases import make_layer
 from vllm_attn_plugin.kernels import AttentionKernel, Phase, choose, split_kv_cache
 
 BF16 = torch.bfloat16
-DECODE_KERNELS = ("xqa", "flashinfer-fa2")
+DECODE_KERNELS = ("xqa", "flashinfer-fa2", "triton-decode")
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 CYCLES = 200_000_000  # about 0.1 s
 
@@ -63,7 +63,9 @@ def growing_lengths(num_steps: int, q_len: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("window_left", [-1, 15])
-@pytest.mark.parametrize(("name", "q_len"), [("xqa", 1), ("xqa", 2), ("xqa", 4), ("xqa", 8), ("flashinfer-fa2", 1)])
+@pytest.mark.parametrize(
+    ("name", "q_len"), [*((name, q) for name in ("xqa", "triton-decode") for q in (1, 2, 4, 8)), ("flashinfer-fa2", 1)]
+)
 def test_report_15_graph_replayed_over_100_growing_steps_with_new_tables(
     name: str, q_len: int, window_left: int, record_property: Any
 ) -> None:

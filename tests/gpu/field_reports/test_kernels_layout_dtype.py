@@ -25,7 +25,7 @@ from vllm_attn_plugin.kernels.dispatch import KERNELS
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 DECODE, PREFILL = Phase.DECODE, Phase.PREFILL
-DECODE_KERNELS = ("xqa", "flashinfer-fa2")
+DECODE_KERNELS = ("xqa", "flashinfer-fa2", "triton-decode")
 PREFILL_KERNELS = ("flashinfer-fa2", "flashinfer-fa3")
 EVERY_PHASE = [(name, DECODE) for name in DECODE_KERNELS] + [(name, PREFILL) for name in PREFILL_KERNELS]
 SPEC_OF = {DECODE: "decode", PREFILL: "mixed"}
