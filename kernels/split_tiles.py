@@ -130,7 +130,7 @@ def workspace_bytes(num_programs: int, rows: int, head_dim: int) -> int:
 
 
 def cut_memory(buffer: torch.Tensor, num_programs: int, rows: int) -> DecodeMemory:
-    """Views of a uint8 buffer of at least `workspace_bytes`."""
+    """Views of a buffer, uint8 `[workspace_bytes or more]`."""
     stats_end = ARRIVAL_BYTES + 2 * num_programs * rows * 2 * FLOAT_BYTES
     return DecodeMemory(
         arrivals=buffer[:ARRIVAL_BYTES].view(torch.int32),
