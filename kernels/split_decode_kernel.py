@@ -25,7 +25,6 @@ from vllm_attn_plugin.kernels.kv_cache import KVPages, canonical_strides
 from vllm_attn_plugin.kernels.split_decode_blocks import page_ids, program_of, read_block, request_of, schedule, seen
 from vllm_attn_plugin.kernels.split_decode_rows import (
     LOG2_E,
-    MERGED_ROWS,
     add_values,
     clear_padding,
     merged,
@@ -38,6 +37,8 @@ from vllm_attn_plugin.kernels.split_tiles import DecodeMemory, DecodeShape, Deco
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Sizes that batches are rounded up to, so that few kernels are compiled.
 BATCH_LANES = (32, 256)
+# Rows of a tile that are merged at a time, and numbers of their parts that are fetched at once: 64 registers a thread.
+MOST_MERGED_ROWS, MERGED_NUMBERS = 16, 8192
 # Arguments whose values are no reason to compile anew.
 NOT_SPECIALIZED = ("batch_size", "num_rows", "window_left", "min_blocks", "max_parts")
 
@@ -80,6 +81,8 @@ def _arrive(  # type: ignore[no-untyped-def]
     head_dim: tl.constexpr,
     block_m: tl.constexpr,
     lanes: tl.constexpr,
+    merged_rows: tl.constexpr,
+    merged_parts: tl.constexpr,
 ):
     """Count this program's arrival at a tile of `count` blocks from a place of the line; merge it if all are there."""
     first, last = program_of(place, share, extra), program_of(place + count - 1, share, extra)
@@ -87,11 +90,13 @@ def _arrive(  # type: ignore[no-untyped-def]
     if arrived == last - first:
         tl.store(arrivals + first, 0)
         num_rows = q_len * group
-        for first_row in range(0, num_rows, MERGED_ROWS):
-            total, top, denominator = merged(parts, part_stats, first, last, first_row, num_rows, block_m, lanes)
+        for first_row in range(0, num_rows, merged_rows):
+            total, top, denominator = merged(
+                parts, part_stats, first, last, first_row, num_rows, block_m, lanes, merged_rows, merged_parts
+            )
             write_rows(
                 out, lse, sinks, total, top, denominator, v_scale, q_start, q_len, head, first_row,
-                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, MERGED_ROWS, lanes,
+                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, merged_rows, lanes,
             )  # fmt: skip
 
 
@@ -138,6 +143,8 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr,
     lanes: tl.constexpr,
     batch_lanes: tl.constexpr,
+    merged_rows: tl.constexpr,
+    merged_parts: tl.constexpr,
     stages: tl.constexpr,
     has_ptx: tl.constexpr,
     is_dependent: tl.constexpr,
@@ -222,6 +229,7 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
                 tl.where(is_rest, rest_start, q_start), tl.where(is_rest, rest_len, q_len),
                 tl.where(is_rest, rest_head, head),
                 out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
+                merged_rows, merged_parts,
             )  # fmt: skip
 
 
@@ -294,6 +302,8 @@ def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str,
     """What the kernel is compiled for: its constexpr arguments."""
     layer, tiles = shape.layer, shape.tiles
     group, batch_size = layer.num_qo_heads // layer.num_kv_heads, len(step.seq_lens)
+    lanes = triton.next_power_of_2(layer.head_dim)
+    merged_rows = min(MOST_MERGED_ROWS, triton.next_power_of_2(group * step.q_len))
     return {
         "num_kv_heads": layer.num_kv_heads,
         "group": group,
@@ -305,10 +315,12 @@ def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str,
         "fp8": FP8_NAMES.get(layer.kv_dtype),
         "block_m": block_rows(group, step.q_len),
         "block_n": tiles.block_n,
-        "lanes": triton.next_power_of_2(layer.head_dim),
+        "lanes": lanes,
         "batch_lanes": next(
             (lanes for lanes in BATCH_LANES if batch_size <= lanes), triton.next_power_of_2(batch_size)
         ),
+        "merged_rows": merged_rows,
+        "merged_parts": max(1, MERGED_NUMBERS // (merged_rows * lanes)),
         "stages": tiles.num_stages,
         # Not in Triton's interpreter.
         "has_ptx": isinstance(split_decode_kernel, triton.JITFunction),
