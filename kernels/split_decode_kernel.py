@@ -21,11 +21,18 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_attn_plugin.kernels.kv_cache import KVPages, canonical_strides
-from vllm_attn_plugin.kernels.split_decode_blocks import page_ids, program_of, read_block, request_of, schedule, seen
+from vllm_attn_plugin.kernels.kv_cache import KVPages, NewKV, canonical_strides
+from vllm_attn_plugin.kernels.split_decode_blocks import (
+    page_ids,
+    program_of,
+    read_block,
+    request_of,
+    schedule,
+    seen,
+    write_new,
+)
 from vllm_attn_plugin.kernels.split_decode_rows import (
     LOG2_E,
-    MERGED_ROWS,
     add_values,
     clear_padding,
     merged,
@@ -38,8 +45,10 @@ from vllm_attn_plugin.kernels.split_tiles import DecodeMemory, DecodeShape, Deco
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Sizes that batches are rounded up to, so that few kernels are compiled.
 BATCH_LANES = (32, 256)
+# Rows of a tile that are merged at a time, and numbers of their parts that are fetched at once: 64 registers a thread.
+MOST_MERGED_ROWS, MERGED_NUMBERS = 16, 8192
 # Arguments whose values are no reason to compile anew.
-NOT_SPECIALIZED = ("batch_size", "num_rows", "window_left", "min_blocks", "max_parts")
+NOT_SPECIALIZED = ("batch_size", "num_rows", "num_new", "window_left", "min_blocks", "max_parts")
 
 
 # No annotations here and below: the compiler reads them, and knows only its own.
@@ -80,6 +89,8 @@ def _arrive(  # type: ignore[no-untyped-def]
     head_dim: tl.constexpr,
     block_m: tl.constexpr,
     lanes: tl.constexpr,
+    merged_rows: tl.constexpr,
+    merged_parts: tl.constexpr,
 ):
     """Count this program's arrival at a tile of `count` blocks from a place of the line; merge it if all are there."""
     first, last = program_of(place, share, extra), program_of(place + count - 1, share, extra)
@@ -87,11 +98,13 @@ def _arrive(  # type: ignore[no-untyped-def]
     if arrived == last - first:
         tl.store(arrivals + first, 0)
         num_rows = q_len * group
-        for first_row in range(0, num_rows, MERGED_ROWS):
-            total, top, denominator = merged(parts, part_stats, first, last, first_row, num_rows, block_m, lanes)
+        for first_row in range(0, num_rows, merged_rows):
+            total, top, denominator = merged(
+                parts, part_stats, first, last, first_row, num_rows, block_m, lanes, merged_rows, merged_parts
+            )
             write_rows(
                 out, lse, sinks, total, top, denominator, v_scale, q_start, q_len, head, first_row,
-                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, MERGED_ROWS, lanes,
+                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, merged_rows, lanes,
             )  # fmt: skip
 
 
@@ -100,6 +113,9 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     q,
     k_pages,
     v_pages,
+    new_k,
+    new_v,
+    slot_mapping,
     out,
     lse,
     sinks,
@@ -114,6 +130,7 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     v_scale,
     batch_size,
     num_rows,
+    num_new,
     window_left,
     min_blocks,
     max_parts,
@@ -125,6 +142,12 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     page_stride,
     page_head_stride,
     page_token_stride,
+    new_k_start,
+    new_v_start,
+    new_k_row_stride,
+    new_k_head_stride,
+    new_v_row_stride,
+    new_v_head_stride,
     table_stride,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -138,6 +161,8 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr,
     lanes: tl.constexpr,
     batch_lanes: tl.constexpr,
+    merged_rows: tl.constexpr,
+    merged_parts: tl.constexpr,
     stages: tl.constexpr,
     has_ptx: tl.constexpr,
     is_dependent: tl.constexpr,
@@ -153,6 +178,11 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
         out, lse, tl.load(qo_indptr + batch_size), num_rows,
         out_row_stride, out_head_stride, lse_row_stride, num_kv_heads * group, head_dim, lanes,
     )  # fmt: skip
+    write_new(
+        k_pages, v_pages, new_k, new_v, slot_mapping, num_new, page_stride, page_head_stride, page_token_stride,
+        new_k_row_stride, new_k_head_stride, new_v_row_stride, new_v_head_stride,
+        num_kv_heads, head_dim, page_size, lanes,
+    )  # fmt: skip
     if start >= stop:
         return
     seq_len, q_start, q_len, first_key, count = request_of(
@@ -163,21 +193,21 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     table = block_tables + request.to(tl.int64) * table_stride
     pages = page_ids(table, first_key, seq_len, block_key, page_size, block_n)
     # What is needed of the first tile once all is done, if it began before this program.
-    rest_place, rest_count, rest_start, rest_len, rest_head = start - block, count, q_start, q_len, head
-    began = block
+    rest_place, rest_count, rest_start, rest_len = start - block, count, q_start, q_len
+    rest_head, began = head, block
     # Over an fp8 cache two numbers are one word: 16 bits of keys and values, 32 of the query.
     words: tl.constexpr = lanes if fp8 is None else lanes // 2
     last_word: tl.constexpr = head_dim * words // lanes
     total, odd_total = tl.zeros([block_m, words], tl.float32), tl.zeros([block_m, words], tl.float32)
-    top = tl.full([block_m], float("-inf"), tl.float32)
-    denominators = tl.zeros([block_m, block_n], tl.float32)
+    top, denominators = tl.full([block_m], float("-inf"), tl.float32), tl.zeros([block_m, block_n], tl.float32)
     for place in tl.range(start, stop, num_stages=stages):
         key = block_key + tl.arange(0, block_n)
         is_key, is_seen = seen(key, seq_len, q_len, first_key, window_left, group, is_causal, has_window, block_m)
         queries, keys, values = read_block(
-            q, k_pages, v_pages, pages, head, q_start, q_len, is_key, block_key,
+            q, k_pages, v_pages, pages, head, seq_len, q_start, q_len, is_key, block_key,
             q_row_stride, q_head_stride, page_stride, page_head_stride, page_token_stride,
-            group, page_size, block_m, block_n, words, last_word,
+            new_k_start, new_v_start, new_k_row_stride, new_k_head_stride, new_v_row_stride, new_v_head_stride,
+            new_k is not None, group, page_size, block_m, block_n, words, last_word,
         )  # fmt: skip
         logits = products(queries, keys, out.dtype.element_ty, fp8, has_ptx)
         weights, factor, top, denominators = softmax_weights(
@@ -222,6 +252,7 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
                 tl.where(is_rest, rest_start, q_start), tl.where(is_rest, rest_len, q_len),
                 tl.where(is_rest, rest_head, head),
                 out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
+                merged_rows, merged_parts,
             )  # fmt: skip
 
 
@@ -236,6 +267,7 @@ def split_decode(
     shape: DecodeShape,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    new_kv: NewKV | None = None,
 ) -> None:
     """Launch one layer.
 
@@ -249,11 +281,13 @@ def split_decode(
         memory: where parts go; `arrivals` is zero before and after.
         shape: what is fixed for the layer.
         k_scale, v_scale: dequantization factors.
+        new_kv: keys and values of the step's tokens, where they are not in the cache yet: they are written.
 
     Raises:
         ValueError: something lies in memory as the kernel cannot read it.
     """
     _check_strides(q, kv_pages, out)
+    new_k, new_v, slot_mapping = (None, None, None) if new_kv is None else new_kv
     layer = shape.layer
     page_size = kv_pages.k.shape[2]
     k_pages, v_pages = kv_pages
@@ -263,6 +297,9 @@ def split_decode(
         q,
         k_pages,
         v_pages,
+        new_k,
+        new_v,
+        slot_mapping,
         out,
         lse,
         sinks,
@@ -277,6 +314,7 @@ def split_decode(
         v_scale,
         len(step.seq_lens),
         step.num_rows,
+        0 if slot_mapping is None else len(slot_mapping),
         layer.window_left,
         shape.tiles.min_blocks,
         shape.tiles.max_parts,
@@ -284,16 +322,29 @@ def split_decode(
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
         *k_pages.stride()[:3],
+        *_where_new(new_kv, kv_pages),
         step.block_tables.stride(0),
         **constants(shape, step, page_size),
         **options(shape.tiles),
     )
 
 
+def _where_new(new_kv: NewKV | None, kv_pages: KVPages) -> tuple[int, ...]:
+    """Distance of new keys and of new values from their pages, in numbers, and both tensors' row and head strides."""
+    if new_kv is None:
+        return (0,) * 6
+    both = tuple(zip((new_kv.k, new_kv.v), kv_pages, strict=True))
+    starts = (new.data_ptr() - pages.data_ptr() for new, pages in both)
+    strides = (stride for new, _ in both for stride in new.stride()[:2])
+    return (*(start // new_kv.k.itemsize for start in starts), *strides)
+
+
 def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str, Any]:
     """What the kernel is compiled for: its constexpr arguments."""
     layer, tiles = shape.layer, shape.tiles
     group, batch_size = layer.num_qo_heads // layer.num_kv_heads, len(step.seq_lens)
+    lanes = triton.next_power_of_2(layer.head_dim)
+    merged_rows = min(MOST_MERGED_ROWS, triton.next_power_of_2(group * step.q_len))
     return {
         "num_kv_heads": layer.num_kv_heads,
         "group": group,
@@ -305,10 +356,12 @@ def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str,
         "fp8": FP8_NAMES.get(layer.kv_dtype),
         "block_m": block_rows(group, step.q_len),
         "block_n": tiles.block_n,
-        "lanes": triton.next_power_of_2(layer.head_dim),
+        "lanes": lanes,
         "batch_lanes": next(
             (lanes for lanes in BATCH_LANES if batch_size <= lanes), triton.next_power_of_2(batch_size)
         ),
+        "merged_rows": merged_rows,
+        "merged_parts": max(1, MERGED_NUMBERS // (merged_rows * lanes)),
         "stages": tiles.num_stages,
         # Not in Triton's interpreter.
         "has_ptx": isinstance(split_decode_kernel, triton.JITFunction),

@@ -5,8 +5,6 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_FLOAT16 = tl.constexpr(65504.0)
-# Rows of a tile that are merged at a time, however many it has.
-MERGED_ROWS = tl.constexpr(16)
 
 
 # No annotations here and below: the compiler reads them, and knows only its own.
@@ -197,28 +195,40 @@ def clear_padding(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def merged(  # type: ignore[no-untyped-def]
-    parts, part_stats, first, last, first_row, num_rows, block_m: tl.constexpr, lanes: tl.constexpr
+    parts,
+    part_stats,
+    first,
+    last,
+    first_row,
+    num_rows,
+    block_m: tl.constexpr,
+    lanes: tl.constexpr,
+    merged_rows: tl.constexpr,
+    merged_parts: tl.constexpr,
 ):
-    """The sum of some rows of a tile's parts, from the program where it begins to the one where it ends."""
-    row, lane = first_row + tl.arange(0, MERGED_ROWS), tl.arange(0, lanes)
-    is_row = row < num_rows
+    """The sum of some rows of a tile's parts, from the program where it begins to the one where it ends.
+
+    Several parts are fetched at once: one by one, each would cost a way to the L2 cache and back.
+    """
+    row, lane = first_row + tl.arange(0, merged_rows), tl.arange(0, lanes)
     place = row[:, None] * lanes + lane[None, :]
-    total = tl.zeros([MERGED_ROWS, lanes], tl.float32)
-    top = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([MERGED_ROWS], tl.float32)
-    for program in tl.range(first, last + 1, num_stages=4):
-        part = (2 * program + (program == first).to(tl.int32)).to(tl.int64)
+    total = tl.zeros([merged_rows, lanes], tl.float32)
+    top = tl.full([merged_rows], float("-inf"), tl.float32)
+    denominator = tl.zeros([merged_rows], tl.float32)
+    for next_program in tl.range(first, last + 1, merged_parts, num_stages=3):
+        program = next_program + tl.arange(0, merged_parts)
+        part = (2 * program + (program == first).to(tl.int32)).to(tl.int64) * block_m
+        is_there = (program <= last)[:, None] & (row < num_rows)[None, :]
         # Past the L1 cache, which others' writes do not reach.
-        its_total = tl.load(
-            parts + part * block_m * lanes + place, mask=is_row[:, None], other=0.0, cache_modifier=".cg"
-        )
-        stats = part_stats + part * 2 * block_m + row
-        its_top = tl.load(stats, mask=is_row, other=float("-inf"), cache_modifier=".cg")
-        its_denominator = tl.load(stats + block_m, mask=is_row, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, its_top)
+        totals = parts + (part * lanes)[:, None, None] + place[None, :, :]
+        its_total = tl.load(totals, mask=is_there[:, :, None], other=0.0, cache_modifier=".cg")
+        stats = part_stats + 2 * part[:, None] + row[None, :]
+        its_top = tl.load(stats, mask=is_there, other=float("-inf"), cache_modifier=".cg")
+        its_denominator = tl.load(stats + block_m, mask=is_there, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(its_top, 0))
         safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        factor, its_factor = tl.exp2(top - safe_top), tl.exp2(its_top - safe_top)
-        total = total * factor[:, None] + its_total * its_factor[:, None]
-        denominator = denominator * factor + its_denominator * its_factor
+        factor, its_factor = tl.exp2(top - safe_top), tl.exp2(its_top - safe_top[None, :])
+        total = total * factor[:, None] + tl.sum(its_total * its_factor[:, :, None], 0)
+        denominator = denominator * factor + tl.sum(its_denominator * its_factor, 0)
         top = new_top
     return total, top, denominator

@@ -115,7 +115,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             params: set_up_kernels(params, self._engine)
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
-        self._serves_mixed = all(_one_serves_mixed(phases) for phases in self._kernels.values())
+        self._serves_mixed = all(_one_serves_mixed(params, phases) for params, phases in self._kernels.items())
         self._counts = metrics.counts_of(self._kernels, vllm_config.parallel_config)
         self._page_lists = self._make_page_list_buffers()
         reserved = workspaces(device).summary()
@@ -303,10 +303,14 @@ def set_up_kernels(params: LayerParams, engine: EngineParams) -> dict[Phase, ByS
     return {phase: choice.set_up(phase, params, engine) for phase, choice in choices.items()}
 
 
-def _one_serves_mixed(kernels: dict[Phase, BySize[AttentionKernel]]) -> bool:
-    """Whether both phases have one kernel, whatever the size, and it serves a mixed step in one call a layer."""
-    types = {type(kernel) for by_size in kernels.values() for kernel in by_size}
-    return len(types) == 1 and next(iter(types)).serves_mixed
+def _one_serves_mixed(params: LayerParams, kernels: dict[Phase, BySize[AttentionKernel]]) -> bool:
+    """Whether the prefill kernel serves a mixed step in one call a layer, decodes included, and answers as alike.
+
+    Not where only one of the two phases' kernels rounds the query to an fp8 cache's dtype.
+    """
+    prefill = {type(kernel) for kernel in kernels[Phase.PREFILL]}
+    is_alike = params.kv_dtype == params.q_dtype or prefill == {type(kernel) for kernel in kernels[Phase.DECODE]}
+    return len(prefill) == 1 and next(iter(prefill)).serves_mixed and is_alike
 
 
 def needs_exact_lengths(kernels: Iterable[dict[Phase, BySize[AttentionKernel]]], engine: EngineParams) -> bool:
