@@ -24,6 +24,10 @@ def _api(what: str, old: str, new: str, *tests: str) -> Deletion:
     return Deletion(what, "kernels/trtllm_api.py", old, new, tests or (TRTLLM, XQA))
 
 
+def _interface(what: str, old: str, new: str) -> Deletion:
+    return Deletion(what, "kernels/interface.py", old, new, (TRTLLM, XQA))
+
+
 def _gen(what: str, old: str, new: str, *tests: str) -> Deletion:
     return Deletion(what, "kernels/trtllm_gen.py", old, new, tests or (TRTLLM,))
 
@@ -71,10 +75,12 @@ SHARED_CALLS = (
     _api("tables and lengths checked for int32 (XQA)", "!= torch.int32", "== torch.int8", XQA),
     _api("tables and lengths made contiguous (TRT-LLM-gen)", "return tensor.contiguous()", "return tensor", TRTLLM),
     _api("tables and lengths made contiguous (XQA)", "return tensor.contiguous()", "return tensor", XQA),
-    _api("sinks present where the layer has them", "if sinks is None and not layer.has_sinks:", "if sinks is None:"),
-    _api("sinks float32", "sinks.dtype != torch.float32 or ", ""),
-    _api("sinks one a query head", "sinks.shape != (layer.num_qo_heads,) or ", ""),
-    _api("sinks contiguous", " or not sinks.is_contiguous()", ""),
+    _interface(
+        "sinks present where the layer has them", "if sinks is None and not layer.has_sinks:", "if sinks is None:"
+    ),
+    _interface("sinks float32", "sinks.dtype != torch.float32 or ", ""),
+    _interface("sinks one a query head", "sinks.shape != (layer.num_qo_heads,) or ", ""),
+    _interface("sinks contiguous", " or not sinks.is_contiguous()", ""),
     _api("sm_scale in bmm1", "scale = layer.sm_scale", "scale = 1.0"),
     _api("k_scale in bmm1", "scale *= inputs.k_scale", "scale *= 1.0"),
     _api(
@@ -183,7 +189,7 @@ TRTLLM_GEN = (
         "block scales' size-1 strides canonical", "else trtllm_api.canonical_pages(scales)", "else (scales.k, scales.v)"
     ),
     _gen("window handed over", '"window_left": self.layer.window_left', '"window_left": -1'),
-    _gen("sinks handed over", '"sinks": trtllm_api.checked_sinks(self.layer, inputs)', '"sinks": None'),
+    _gen("sinks handed over", '"sinks": checked_sinks(self.layer, inputs)', '"sinks": None'),
     _gen("pages handed over head-major", '"kv_layout": "HND"', '"kv_layout": "NHD"'),
     _gen("NVFP4 output's factor", '"o_sf_scale": inputs.o_scale if', '"o_sf_scale": 1.0 if'),
     _gen(
@@ -217,7 +223,7 @@ XQA_CALL = (
     _xqa("draft mask handed over", "mask=plan.mask,", "mask=None,"),
     _xqa("draft mask causal", "row + 1 if causal else", "row + 2 if causal else"),
     _xqa("window handed over", "window_left=self.layer.window_left", "window_left=-1"),
-    _xqa("sinks handed over", "sinks=trtllm_api.checked_sinks(self.layer, inputs)", "sinks=None"),
+    _xqa("sinks handed over", "sinks=checked_sinks(self.layer, inputs)", "sinks=None"),
     _xqa("pages handed over head-major", 'kv_layout="HND"', 'kv_layout="NHD"'),
     _xqa("length limit the same in every step", "max_seq_len=self.engine.max_seq_len", "max_seq_len=batch.max_seq_len"),
 )

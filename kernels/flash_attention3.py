@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_attn_plugin.kernels import reasons, trtllm_api
+from vllm_attn_plugin.kernels import reasons
 from vllm_attn_plugin.kernels.interface import (
     AttentionKernel,
     EngineParams,
@@ -17,6 +17,7 @@ from vllm_attn_plugin.kernels.interface import (
     KernelInputs,
     LayerParams,
     Phase,
+    checked_sinks,
 )
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, canonical_strides
 from vllm_attn_plugin.kernels.workspace import workspaces
@@ -158,7 +159,7 @@ class VllmFA3Kernel(AttentionKernel):
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         num_rows, scale, v_descale = plan.num_rows, self.layer.sm_scale, None
-        sinks = trtllm_api.checked_sinks(self.layer, inputs)
+        sinks = checked_sinks(self.layer, inputs)
         if self._fp8_query is not None:
             q = _quantized(q[:num_rows], self._fp8_query, inputs.q_scale)
             # The library's descaling factors of query and keys only ever multiply this one.

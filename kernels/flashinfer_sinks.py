@@ -7,9 +7,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_attn_plugin.kernels import reasons, trtllm_api
+from vllm_attn_plugin.kernels import reasons
 from vllm_attn_plugin.kernels.flashinfer_native import SM90, NativeKernel
-from vllm_attn_plugin.kernels.interface import EngineParams, GraphSupport, KernelInputs, LayerParams, Phase
+from vllm_attn_plugin.kernels.interface import (
+    EngineParams,
+    GraphSupport,
+    KernelInputs,
+    LayerParams,
+    Phase,
+    checked_sinks,
+)
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
 
 
@@ -98,7 +105,7 @@ class SinkKernel(NativeKernel):
         plan.wrapper.run(
             q[: plan.num_rows],
             kv_pages,
-            trtllm_api.checked_sinks(self.layer, inputs),
+            checked_sinks(self.layer, inputs),
             self.layer.sm_scale * (inputs.k_scale if is_fp8 else 1.0),
             v_scale=inputs.v_scale if is_fp8 else None,
             out=out[: plan.num_rows],

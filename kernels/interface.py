@@ -233,3 +233,22 @@ def check_window(batch: PagedBatch, layer: LayerParams) -> None:
             f"the batch was trimmed to window_left {batch.window_left}, which leaves out keys that this layer's "
             f"window_left {layer.window_left} shows; make the batch with the layer's window."
         )
+
+
+def checked_sinks(layer: LayerParams, inputs: KernelInputs) -> torch.Tensor | None:
+    """The layer's sinks, float32 `[num_qo_heads]`, or None where it has none.
+
+    Raises:
+        ValueError: a layer with sinks got none, or not as the kernels read them: dense float32, one a query head.
+    """
+    sinks = inputs.sinks
+    if sinks is None and not layer.has_sinks:
+        return None
+    if sinks is None:
+        raise ValueError("this layer has attention sinks, but its inputs hold none.")
+    if sinks.dtype != torch.float32 or sinks.shape != (layer.num_qo_heads,) or not sinks.is_contiguous():
+        raise ValueError(
+            f"sinks are {sinks.dtype} with shape {list(sinks.shape)} and strides {list(sinks.stride())}; the kernel "
+            f"reads dense float32 of shape [{layer.num_qo_heads}]."
+        )
+    return sinks

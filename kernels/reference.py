@@ -20,6 +20,7 @@ from vllm_attn_plugin.kernels.interface import (
     LayerParams,
     Phase,
     check_window,
+    checked_sinks,
 )
 from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, gather_pages
 from vllm_attn_plugin.metadata import PagedBatch
@@ -122,8 +123,7 @@ class ReferenceKernel(AttentionKernel):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionKernel.run`."""
-        if self.layer.has_sinks and inputs.sinks is None:
-            raise ValueError("this layer has attention sinks, but its inputs hold none.")
+        checked_sinks(self.layer, inputs)
         _check_rows("q", q, plan, self.layer)
         _check_rows("out", out, plan, self.layer)
         if plan.keyless_rows is not None:

@@ -46,25 +46,6 @@ def dense_int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def checked_sinks(layer: LayerParams, inputs: KernelInputs) -> torch.Tensor | None:
-    """The layer's sinks, float32 `[num_qo_heads]`, or None where it has none.
-
-    Raises:
-        ValueError: a layer with sinks got none, or not as the kernels read them: dense float32, one a query head.
-    """
-    sinks = inputs.sinks
-    if sinks is None and not layer.has_sinks:
-        return None
-    if sinks is None:
-        raise ValueError("this layer has attention sinks, but its inputs hold none.")
-    if sinks.dtype != torch.float32 or sinks.shape != (layer.num_qo_heads,) or not sinks.is_contiguous():
-        raise ValueError(
-            f"sinks are {sinks.dtype} with shape {list(sinks.shape)} and strides {list(sinks.stride())}; the kernel "
-            f"reads dense float32 of shape [{layer.num_qo_heads}]."
-        )
-    return sinks
-
-
 def bmm1_scale(layer: LayerParams, inputs: KernelInputs) -> float:
     """Factor on the logits: `sm_scale`, `k_scale` for a quantized cache, `q_scale` where the query itself is fp8."""
     scale = layer.sm_scale

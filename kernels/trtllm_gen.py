@@ -18,6 +18,7 @@ from vllm_attn_plugin.kernels.interface import (
     KernelInputs,
     LayerParams,
     Phase,
+    checked_sinks,
 )
 from vllm_attn_plugin.kernels.kv_cache import NVFP4, NVFP4_BLOCK, KVPages, NVFP4Pages
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, check_lse_room, trtllm_bytes, workspaces
@@ -201,7 +202,7 @@ class TrtllmGenKernel(AttentionKernel):
             "o_sf_scale": inputs.o_scale if is_fp4_out else None,
             "o_sf_vec_size": NVFP4_BLOCK if is_fp4_out else None,
             "kv_layout": "HND",
-            "sinks": trtllm_api.checked_sinks(self.layer, inputs),
+            "sinks": checked_sinks(self.layer, inputs),
             "lse": lse,
             "multi_ctas_kv_counter_buffer": self._counters,
         }

@@ -14,6 +14,7 @@ from vllm_attn_plugin.kernels.interface import (
     KernelInputs,
     LayerParams,
     Phase,
+    checked_sinks,
 )
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.workspace import COUNTER_BYTES, trtllm_bytes, workspaces
@@ -145,7 +146,7 @@ class XQAKernel(AttentionKernel):
             bmm2_scale=trtllm_api.bmm2_scale(self.layer, inputs, out.dtype),
             window_left=self.layer.window_left,
             out=out[: plan.num_rows],
-            sinks=trtllm_api.checked_sinks(self.layer, inputs),
+            sinks=checked_sinks(self.layer, inputs),
             kv_layout="HND",
             q_len_per_req=plan.q_len,
             mask=plan.mask,

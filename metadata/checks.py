@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-IntArray = npt.NDArray[np.int32]
+from vllm_attn_plugin.metadata.indptr import IntArray
 
 
 class BatchError(ValueError):

@@ -10,12 +10,12 @@ from vllm_attn_plugin.facts import Facts
 from vllm_attn_plugin.kernels import EngineParams, LayerParams, NoKernelError, Phase, choose, summary
 from vllm_attn_plugin.kernels.reasons import listed
 from vllm_attn_plugin.kernels.toolchain import OLDEST_FLASHINFER
+from vllm_attn_plugin.kernels.trtllm_gen import CAPABILITIES as TRTLLM_GEN
 from vllm_attn_plugin.kernels.tuning import release
 from vllm_attn_plugin.plugin_filters import GENERAL_PLUGIN, PLATFORM_PLUGIN, reasons_passed_over
 from vllm_attn_plugin.settings import PREFIX, Settings, SettingsError, parse
 
 OLDEST_CAPABILITY = (8, 0)
-TRTLLM_GEN_MAJOR = 10
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 OUR_ENTRY_POINTS = {
     "vllm.general_plugins": (GENERAL_PLUGIN, "vllm_attn_plugin:register"),
@@ -173,10 +173,7 @@ def _compiler(facts: Facts) -> Iterator[Line]:
         yield Line("nvcc", State.WARN, f"CUDA {facts.nvcc}, and torch is built for {facts.torch_cuda}", remedy)
     else:
         yield Line("nvcc", State.OK, f"CUDA {facts.nvcc or 'unknown'}")
-    if (
-        any(gpu.compute_capability[0] == TRTLLM_GEN_MAJOR for gpu in facts.gpus)
-        and "flashinfer-cubin" not in facts.versions
-    ):
+    if any(gpu.compute_capability in TRTLLM_GEN for gpu in facts.gpus) and "flashinfer-cubin" not in facts.versions:
         remedy = "install flashinfer-cubin of FlashInfer's version, or have its artifact server within reach"
         yield Line("TRT-LLM-gen's binaries", State.WARN, "flashinfer-cubin is not installed", remedy)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci.accuracy import evidence
+from ci.accuracy.evidence_runs import SOUND
 from ci.accuracy.faults.catalogue import FAULTS
 from ci.accuracy.faulty import environment, write_plugin
 from ci.console import say
@@ -31,7 +32,6 @@ from ci.gpu.record import Record, header
 from ci.machine import this_machine
 from ci.venv import ROOT
 
-SOUND = "no fault"
 PARTS = ("tasks", "logprobs")
 # What a fault needs -> the case of ci.gpu.logprobs that has it.
 CASES = {"": "llama-3-8b", "a sliding window": "gpt-oss-20b", "drafts": "smollm2, n-gram drafts"}

@@ -26,8 +26,8 @@ from ci.gpu.shapes import write_config
 from ci.machine import this_machine
 from ci.models import RECIPES, model_dir
 from ci.server import telling_lines
+from ci.venv import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "ci/accuracy/sources/kjv_chapters.txt"
 NUM_PROMPTS, NUM_TOKENS = 64, 16
 # Of each step the likeliest tokens are compared, not the chosen one alone: without weights, logits differ by single

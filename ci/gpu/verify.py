@@ -20,8 +20,7 @@ import pytest
 
 from ci.gpu.record import Record, header
 from ci.machine import this_machine
-
-ROOT = Path(__file__).resolve().parents[2]
+from ci.venv import ROOT
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from xml.etree.ElementTree import fromstring
 import pytest
 import torch
 import worked_batch
+import worked_facts
 from batch_specs import BatchSpec
 from documents import ROOT, Fact, facts_in, loose_numbers, spans_in, table
 from paged_cases import assert_close_to_formula
-from worked_batch import SPEC, Told, plain
+from worked_batch import SPEC
+from worked_facts import Told, plain
 
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 
@@ -29,7 +31,7 @@ BY_BATCH = [
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    return worked_batch.facts()
+    return worked_facts.facts()
 
 
 def value_of(expression: str, facts: dict[str, Any]) -> Any:
@@ -84,7 +86,7 @@ def test_own_pages_of_a_row_are_those_that_the_lists_hold(facts: dict[str, Any])
 
 def test_fields_that_each_kernel_reads_are_those_written() -> None:
     rows = {spans_in(kernel)[0]: {span for cell in cells for span in spans_in(cell)} for kernel, *cells in READS}
-    assert rows == {name: worked_batch.fields_read(name) for name in KERNELS}
+    assert rows == {name: worked_facts.fields_read(name) for name in KERNELS}
 
 
 @pytest.mark.parametrize("page", PAGES)

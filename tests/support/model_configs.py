@@ -1,8 +1,13 @@
-"""Configurations of published models: the numbers that attention depends on, as their authors give them."""
+"""Configurations of published models: the numbers that attention depends on, as their authors give them.
+
+Those that GPU runs serve without weights are taken from there, with what is smaller there at its published size.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from ci.gpu.shapes import SHAPES
 
 _GEMMA3_TEXT = {
     "model_type": "gemma3_text",
@@ -22,26 +27,9 @@ _GEMMA3_4B = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    },
+    "llama-3-8b": {**SHAPES["llama-3-8b"], "num_hidden_layers": 32, "vocab_size": 128256},
     "qwen3-8b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        **SHAPES["qwen3-8b"],
         "num_hidden_layers": 36,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
@@ -115,20 +103,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": 32000,
     },
     "gemma-2-2b": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
+        **SHAPES["gemma-2-2b"],
         "num_hidden_layers": 26,
         "vocab_size": 256000,
-        "max_position_embeddings": 8192,
         "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256,
     },
     "gemma-3-1b": {
         **_GEMMA3_TEXT,
@@ -148,19 +126,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 27},
     },
     "gpt-oss-20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
+        **SHAPES["gpt-oss-20b"],
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "num_hidden_layers": 24,
         "vocab_size": 201088,
         "max_position_embeddings": 131072,
-        "sliding_window": 128,
     },
     "deepseek-v2-lite": {
         "architectures": ["DeepseekV2ForCausalLM"],
