@@ -259,12 +259,19 @@ frobnicate --all
 
     vLLM CommonAttentionMetadata
       -> builder.build()
+
+| message | what to do |
+|---|---|
+| `vllm-attn-plugin needs more` | `pip install more` |
+
+`vllm-attn-plugin does this`
 """
 
 
 def test_commands_are_found_wherever_they_stand() -> None:
     assert [str(one) for one in find_commands(MADE_UP)] == [
         "pip install 'x[y]'", "frobnicate --all", "make serve", "docker run it", "MODEL=gemma make serve",
+        "pip install more", "vllm-attn-plugin does this",
     ]  # fmt: skip
 
 

@@ -76,6 +76,16 @@ def commands_of_block(block: str, is_shell: bool) -> list[Command]:
     return found if is_shell or any(is_known(command) for command in found) else []
 
 
+def _without_messages(text: str) -> str:
+    """A document without the first column of tables of messages: some start with our program's name."""
+    lines, in_messages = [], False
+    for line in text.splitlines():
+        first, _, rest = line.removeprefix("|").partition("|")
+        in_messages = line.startswith("|") and (in_messages or first.strip() == "message")
+        lines.append(rest if in_messages else line)
+    return "\n".join(lines)
+
+
 def find_commands(text: str) -> list[Command]:
     """All commands of a Markdown document, each once: those of its blocks, and spans of a program and more."""
     found: list[Command] = []
@@ -85,7 +95,7 @@ def find_commands(text: str) -> list[Command]:
     text = FENCED.sub("", text)
     for block in _indented_blocks(text):
         found += commands_of_block(block, is_shell=False)
-    for span in SPAN.findall(text):
+    for span in SPAN.findall(_without_messages(text)):
         command = read_command(" ".join(span.split()))
         if command and command.words[0] in PROGRAMS and len(command.words) > 1:
             found.append(command)
