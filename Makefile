@@ -11,12 +11,13 @@ ARGS ?=
 N ?= 20000
 SEED ?=
 MINUTES ?= 20
+COVERAGE ?=
 export VENV
 
 IN_VENV = $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models serve smoke test test-fast fuzz soak lint accuracy bench clean
+.PHONY: help env models serve smoke test test-fast coverage fuzz soak lint accuracy bench clean
 
 help: ## show this list
 	@echo "Targets:"
@@ -38,15 +39,19 @@ smoke: env ## the same, but stop after the answer; fails unless the plugin serve
 	@$(IN_VENV) -m ci.serve --model "$(MODEL)" --port "$(PORT)" --once -- $(ARGS)
 
 test: env models ## all tests, those that start vLLM included
-	@$(IN_VENV) -m pytest $(ARGS)
+	@$(IN_VENV) -m ci.tests $(if $(COVERAGE),--coverage) $(ARGS)
 
-test-fast: env ## the tests that start no engine
-	@$(IN_VENV) -m pytest -m "not engine" $(ARGS)
+test-fast: env ## the tests that start no engine, on all cores
+	@$(IN_VENV) -m ci.tests --without-engines $(ARGS)
 
+coverage: env ## the same, and which lines of metadata/ and kernels/ they reach; fails below 95 %
+	@$(IN_VENV) -m ci.tests --without-engines --coverage $(ARGS)
+
+# All three, whatever each finds.
 lint: env ## ruff, its formatter, and mypy on an installed wheel
-	@$(IN_VENV) -m ruff check .
-	@$(IN_VENV) -m ruff format --check .
-	@$(IN_VENV) -m ci.typecheck
+	@failed=0; for check in "ruff check ." "ruff format --check ." ci.typecheck; do \
+		$(IN_VENV) -m $$check || failed=1; \
+	done; exit $$failed
 
 accuracy: env models ## lm_eval on our own tasks, this plugin against vLLM's own CPU backend, on both models
 	@$(IN_VENV) -m ci.accuracy $(ARGS)

@@ -85,8 +85,14 @@ def this_device() -> torch.device:
 
 def verify(todo: Iterable[Step], device: torch.device | None = None) -> Iterator[Check]:
     """Check each step, one after the other; a kernel that fails does not stop those after it."""
-    for step in todo:
-        yield _check(step, known_kernels()[step.kernel], device or this_device())
+    threads = torch.get_num_threads()
+    # The tensors here are small: on a CPU threads would spend five times as long waiting for each other.
+    torch.set_num_threads(1)
+    try:
+        for step in todo:
+            yield _check(step, known_kernels()[step.kernel], device or this_device())
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check(step: Step, kernel: type[AttentionKernel], device: torch.device) -> Check:

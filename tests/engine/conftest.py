@@ -36,3 +36,16 @@ def model(request: pytest.FixtureRequest) -> Path:
 def short_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of SmolLM2's first four layers, for what does not depend on how many there are."""
     return keep_first_layers(prepare("smollm2"), tmp_path_factory.mktemp("short") / "smollm2", 4)
+
+
+@pytest.fixture(scope="session")
+def short_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of Gemma 3's first twelve layers: ten have a window and two none, so every KV-cache group has two."""
+    return keep_first_layers(prepare("gemma"), tmp_path_factory.mktemp("short") / "gemma", 12)
+
+
+@pytest.fixture(scope="session", params=["smollm2", "gemma"])
+def short_model(request: pytest.FixtureRequest) -> Path:
+    """Folder of a real model's first layers."""
+    folder: Path = request.getfixturevalue(f"short_{request.param}")
+    return folder

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from engine_harness.jobs import KEPT
 from engine_harness.server import serve
 
 from ci.accuracy.configuration import CPU_VARIABLES, OFFLINE, TASK_FOLDER
@@ -68,7 +69,7 @@ def words(
 
 def environment() -> dict[str, str]:
     """As a user's shell has it, with what keeps an engine small."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    kept = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith("VLLM_")}
     return {**kept, **CPU_VARIABLES, **OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -171,9 +172,10 @@ def test_model_that_does_not_load(gsm8k: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_running_server_is_compared_with_an_engine(model: Path, gsm8k: Path, tmp_path: Path) -> None:
+def test_running_server_is_compared_with_an_engine(model: Path, gsm8k: Path, compared: Path, tmp_path: Path) -> None:
+    """The engine's answers are those of the earlier comparison."""
     with serve(model, tmp_path / "server.log", "--attention-backend", "CUSTOM", "--max-num-seqs", "32") as server:
-        more = ("--num-fewshot", "2", "--candidate-url", server.url)
+        more = ("--num-fewshot", "2", "--baseline-from", str(compared), "--candidate-url", server.url)
         command = words(model, tmp_path / "out", *more, tasks="gsm8k_local,attn_facts", folders=(gsm8k, TASK_FOLDER))
         done = run(command)
     assert done.returncode == 0, done.stdout + done.stderr

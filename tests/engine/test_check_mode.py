@@ -15,12 +15,12 @@ from vllm_attn_plugin.__main__ import main
 pytestmark = pytest.mark.engine
 
 
-def test_answers_are_those_of_an_engine_without_it(child: EngineChild, model: Path) -> None:
+def test_answers_are_those_of_an_engine_without_it(child: EngineChild, short_model: Path) -> None:
     """Token for token, with prompts in chunks, twice, the second time from the prefix cache."""
-    prompts, expected = shared_prompts(model), shared_answers(child, model)
+    prompts, expected = shared_prompts(short_model), shared_answers(child, short_model)
     engine = {"enable_prefix_caching": True, "block_size": 16, "long_prefill_token_threshold": 64}
     variables = IN_PROCESS | {"VLLM_ATTN_PLUGIN_CHECK": "1"}
-    outcome = child.run(Job(model, "CUSTOM", [Pass(prompts, SAMPLING)] * 2, engine, variables))
+    outcome = child.run(Job(short_model, "CUSTOM", [Pass(prompts, SAMPLING)] * 2, engine, variables))
     for completions in outcome.passes:
         assert_same_tokens(prompts, expected, completions)
     layers = outcome.report["layers"].values()

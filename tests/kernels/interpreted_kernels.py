@@ -8,9 +8,11 @@ import torch
 from batch_specs import SPECS
 from paged_cases import make_case, make_layer, poisoned_cache
 
-from vllm_attn_plugin.kernels import split_kv_cache, write_kv
+from vllm_attn_plugin.kernels import split_kv_cache, write_kv, write_kv_on_gpu
+from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.kv_write_kernel import write_kv_with_triton
 from vllm_attn_plugin.kernels.quantize_kernel import quantize_rows
+from vllm_attn_plugin.metadata import PageListBuffers, make_device_batch
 from vllm_attn_plugin.metadata.page_kernel import list_pages_on_device
 
 
@@ -32,6 +34,25 @@ def test_page_lists_equal_the_host_s(spec: str, window_left: int) -> None:
     assert (indices[num_pages:] == -7).all(), "written past the last page"
 
 
+@pytest.mark.parametrize("window_left", [-1, 15])
+@pytest.mark.parametrize("spec", ["decode", "mixed", "padded_rows", "empty_kv"])
+def test_batch_listed_on_the_device_is_the_host_s(spec: str, window_left: int) -> None:
+    case = make_case(SPECS[spec], make_layer(window_left=window_left))
+    on_host = case.batch()
+    given = {"qo_indptr": case.qo_indptr, "seq_lens": case.seq_lens}
+    given |= {f"{name}_cpu": tensor for name, tensor in given.items()}
+    listed = make_device_batch(
+        **given,
+        block_tables=case.block_tables,
+        page_size=case.page_size,
+        max_seq_len=on_host.max_seq_len,
+        window_left=window_left,
+    ).list_on_device(PageListBuffers(*case.block_tables.shape, torch.device("cpu")))
+    assert torch.equal(listed.paged_kv_indptr, on_host.paged_kv_indptr)
+    assert torch.equal(listed.paged_kv_last_page_len, on_host.paged_kv_last_page_len)
+    assert torch.equal(listed.paged_kv_indices[: len(on_host.paged_kv_indices)], on_host.paged_kv_indices)
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LBHNC_padded"])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_writer_stores_what_the_host_s_stores(head_dim: int, layout: str) -> None:
@@ -45,6 +66,37 @@ def test_writer_stores_what_the_host_s_stores(head_dim: int, layout: str) -> Non
     scale = torch.ones(1)
     write_kv_with_triton(k, v, split_kv_cache(cache, torch.float32), slots, scale, scale)
     torch.testing.assert_close(cache, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_writer_scales_and_saturates_for_an_fp8_cache(kv_dtype: torch.dtype) -> None:
+    """As on a GPU without vLLM's operator; of numbers that fp8 has, since the interpreter rounds wrongly."""
+    layer = make_layer(dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    expected, cache = (poisoned_cache(3, layer, 16, "LBNHC") for _ in range(2))
+    limit = torch.finfo(kv_dtype).max
+    random = torch.randn(2, 5, 2, 64, generator=torch.Generator().manual_seed(0)) * limit
+    k, v = torch.where(random.abs() > limit, 2 * limit, random.clamp(-limit, limit).to(kv_dtype).float()).bfloat16()
+    slots = torch.tensor([17, -1, 16, 40, 31])
+    write_kv(k * 2, v * 0.5, split_kv_cache(expected, kv_dtype), slots, 2.0, 0.5)
+    write_kv_on_gpu(k * 2, v * 0.5, split_kv_cache(cache, kv_dtype), slots, torch.tensor([2.0]), torch.tensor([0.5]))
+    assert torch.equal(cache, expected)
+    assert (split_kv_cache(cache, kv_dtype).k[1, :, 1].float() == k[0].float().clamp(-limit, limit)).all()
+    assert (split_kv_cache(cache, kv_dtype).k.float() == limit).any()
+
+
+def test_writer_has_nothing_to_do_for_no_tokens() -> None:
+    cache = poisoned_cache(2, make_layer(), 16, "LBHNC")
+    none = torch.zeros(0, 2, 64)
+    write_kv_with_triton(none, none, split_kv_cache(cache, torch.float32), torch.zeros(0), torch.ones(1), torch.ones(1))
+    assert cache.isnan().all()
+
+
+def test_writer_refuses_keys_and_values_of_two_caches() -> None:
+    layer = make_layer()
+    one, other = (split_kv_cache(poisoned_cache(2, layer, 16, name), torch.float32) for name in ("LBHNC", "LBNHC"))
+    new = torch.zeros(1, 2, 64)
+    with pytest.raises(ValueError, match="must be halves of one cache"):
+        write_kv_with_triton(new, new, KVPages(one.k, other.v), torch.tensor([0]), torch.ones(1), torch.ones(1))
 
 
 def test_writer_refuses_rows_that_are_not_dense() -> None:
@@ -65,6 +117,10 @@ def test_query_is_quantized_as_on_the_host(num_heads: int, head_dim: int) -> Non
     quantize_rows(rows, quantized, 0.5)
     assert torch.equal(quantized.float(), (rows.float() / 0.5).clamp(-448, 448))
     assert (quantized.float().abs() == 448).any()
+
+
+def test_query_of_no_rows_is_quantized() -> None:
+    quantize_rows(torch.zeros(0, 2, 64), torch.zeros(0, 2, 64, dtype=torch.float8_e4m3fn), 1.0)
 
 
 def test_query_that_is_not_dense_is_refused() -> None:

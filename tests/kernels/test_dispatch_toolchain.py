@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -296,3 +297,45 @@ def test_installed_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "version", lambda name: {"flashinfer-python": "0.6.14"}[name])
     monkeypatch.setattr(toolchain, "find_obstacle", lambda variables: None)
     assert find_toolchain().flashinfer_version == "0.6.14"
+
+
+@pytest.mark.usefixtures("fresh_search")
+def test_flashinfer_without_a_distribution_is_taken_as_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: object())
+    monkeypatch.setattr(toolchain, "version", unknown)
+    monkeypatch.setattr(toolchain, "find_obstacle", lambda variables: None)
+    assert find_toolchain().flashinfer_version is None
+    assert find_toolchain().reasons_against((("a_module",),)) == []
+
+
+@pytest.mark.usefixtures("fresh_search")
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        (
+            None,
+            "vLLM's FlashAttention cannot be imported (import of vllm.vllm_flash_attn halted; None in sys.modules), ",
+        ),
+        (
+            "FA3 is only supported on devices with compute capability 9",
+            "vLLM's FlashAttention 3 cannot run here (FA3 is ",
+        ),
+        ("", ""),
+    ],
+    ids=["not built", "another GPU", "there"],
+)
+def test_a_gpu_s_flash_attention_3_is_asked_for(
+    module: str | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = None
+    if module is not None:
+        double = ModuleType("vllm.vllm_flash_attn")
+        double.fa_version_unsupported_reason = lambda version: module or None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", double)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = find_toolchain().flash_attention3_problem
+    assert (found or "").startswith(problem)
+    assert (found is None) == (not problem)

@@ -289,6 +289,12 @@ def test_rows_that_are_no_requests_are_not_handed_over(kernel: type[NativeKernel
     step.assert_right(clears_padding=False)
 
 
+def test_kernels_with_sinks_refuse_a_log_sum_exp(double: NativeDouble) -> None:
+    case = make_case(SPECS["mixed"], make_layer(dtype=BF16, sinks=True))
+    with pytest.raises(ValueError, match="sinks give no log-sum-exp; choose another kernel"):
+        run(SinkKernel, Phase.PREFILL, case, double, with_lse=True)
+
+
 LAYERS = {
     "window": {"window_left": 20},
     "soft_cap": {"soft_cap": 5.0},

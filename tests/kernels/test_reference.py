@@ -356,6 +356,20 @@ def reasons(**changes: Any) -> list[str]:
     return ReferenceKernel.reasons_against(Phase.DECODE, layer, case_with(SPECS["decode"], {}).engine())
 
 
+def test_layer_with_sinks_needs_them() -> None:
+    case = make_case(SPECS["decode"], make_layer(sinks=True))
+    case.inputs = KernelInputs()
+    with pytest.raises(ValueError, match="this layer has attention sinks, but its inputs hold none"):
+        case.run()
+
+
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_batch_that_lacks_pages_of_the_window_is_refused(window_left: int) -> None:
+    case = make_case(SPECS["mixed"], make_layer(window_left=window_left))
+    with pytest.raises(ValueError, match=rf"trimmed to window_left 10, which leaves out keys .* {window_left} shows"):
+        case.run(case.batch(window_left=10))
+
+
 def test_reasons_against() -> None:
     assert reasons() == []
     assert reasons(q_dtype=torch.float64) == ["query dtype torch.float64 is none of float32, float16, bfloat16"]

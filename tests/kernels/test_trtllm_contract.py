@@ -78,6 +78,14 @@ def run(
     return step
 
 
+def test_counters_that_check_mode_looks_at_are_those_handed_over(double: TrtllmGenDouble) -> None:
+    step = run(make_case(SPECS["decode"], make_layer(dtype=BF16)), Phase.DECODE, double)
+    (counters,) = step.kernel.zeroed_memory().values()
+    handed = [value for call in step.calls for value in call.keywords.values() if isinstance(value, torch.Tensor)]
+    assert counters.data_ptr() in {tensor.data_ptr() for tensor in handed}
+    assert not counters.any()
+
+
 @pytest.mark.parametrize(("phase", "name"), PHASE_SPECS)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_half_precision(phase: Phase, name: str, dtype: torch.dtype, double: TrtllmGenDouble) -> None:

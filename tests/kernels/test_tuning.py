@@ -147,6 +147,15 @@ def test_kernel_that_refuses_is_not_taken_from_the_table(shelf: Shelf) -> None:
     assert str(capped) == "flashinfer-fa2"
 
 
+def test_table_without_the_engine_s_kernels_leaves_the_rule(tmp_path: Path) -> None:
+    measured = table({(8, 512): (9.0, 10.0)})
+    others = {"one-kernel": 1.0, "another": 2.0}
+    timings = tuple(replace(timing, microseconds=others) for timing in measured.timings)
+    write_table(replace(measured, timings=timings), tmp_path, {"date": "today"})
+    ruled = choose(Phase.DECODE, LAYER, engine(tables=Shelf()))
+    assert str(choose(Phase.DECODE, LAYER, engine(tables=Shelf(GPU, "0.7.2", (tmp_path,))))) == str(ruled)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', '{"format": 1, "gpu": "x"}'])
 def test_broken_table_is_named_with_the_remedy(content: str, tmp_path: Path) -> None:
     path = tmp_path / table_path(GPU, "0.7.2", CONFIGURATION)

@@ -283,6 +283,19 @@ def test_sinks_of_another_dtype_are_refused(double: XQADouble) -> None:
         run(case, double)
 
 
+def test_log_sum_exp_is_refused(double: XQADouble) -> None:
+    with pytest.raises(ValueError, match="XQA gives no log-sum-exp; choose another decode kernel"):
+        run(make_case(SPECS["decode"], make_layer(dtype=BF16)), double, with_lse=True)
+
+
+def test_counters_that_check_mode_looks_at_are_those_handed_over(double: XQADouble) -> None:
+    step = run(make_case(SPECS["decode"], make_layer(dtype=BF16)), double)
+    (counters,) = step.kernel.zeroed_memory().values()
+    (call,) = step.calls
+    assert counters.data_ptr() == call.keywords["workspace_buffer"].data_ptr()
+    assert len(counters) == COUNTER_BYTES
+
+
 def test_counters_stay_zero_whatever_ran_before(double: XQADouble) -> None:
     """FlashInfer's native kernels leave their buffer dirty; the counters must not lie there."""
     workspaces(CPU).reserve_native(COUNTER_BYTES).fill_(0xFF)

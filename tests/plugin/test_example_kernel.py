@@ -23,7 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unforced(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the dispatch does of its own accord."""
-    return run_step(site, tmp_path_factory.mktemp("tables"))
+    return run_step(site, str(tmp_path_factory.mktemp("tables")))
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def command(site: Path, tmp_path: Path) -> Callable[..., tuple[int, Any]]:
     return run
 
 
-def run_step(site: Path, tmp_path: Path, **changes: str) -> dict[str, Any]:
+def run_step(site: Path, *folder: str, **changes: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(HERE / "example_kernel_run.py"), str(tmp_path)],
+        [sys.executable, str(HERE / "example_kernel_run.py"), *folder],
         capture_output=True,
         text=True,
         env=example_kernel.environment(site, CUDA_VISIBLE_DEVICES="", **changes),
@@ -92,8 +92,8 @@ def test_replay_runs_it(unforced: dict[str, Any]) -> None:
     assert unforced["replayed"] == {"fine": True, "kernels": {"decode": NAME, "prefill": "reference"}}
 
 
-def test_setting_forces_another(site: Path, tmp_path: Path) -> None:
-    found = run_step(site, tmp_path, VLLM_ATTN_PLUGIN_DECODE_KERNEL="reference")
+def test_setting_forces_another(site: Path) -> None:
+    found = run_step(site, VLLM_ATTN_PLUGIN_DECODE_KERNEL="reference")
     assert set(found["steps"].values()) == {"reference"}
 
 

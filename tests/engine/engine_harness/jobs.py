@@ -25,6 +25,8 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": str(HARNESS_PARENT),
 }
+# But for how many cores an engine takes: who runs several at a time says it.
+KEPT = frozenset({"VLLM_CPU_OMP_THREADS_BIND"})
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OUT_OF_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
@@ -114,7 +116,7 @@ class Refusal:
 
 def clean_environment(variables: dict[str, str]) -> dict[str, str]:
     """This process's environment without anyone's vLLM settings, plus what every test sets, plus `variables`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    kept = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith("VLLM_")}
     paths = [VARIABLES["PYTHONPATH"], *filter(None, [kept.get("PYTHONPATH")])]
     return kept | VARIABLES | {"PYTHONPATH": os.pathsep.join(paths)} | variables
 
