@@ -12,7 +12,6 @@ from vllm_attn_plugin.kernels.interface import (
 from vllm_attn_plugin.kernels.kv_cache import (
     NVFP4,
     KVPages,
-    NewKV,
     NVFP4Pages,
     split_kv_cache,
     split_nvfp4_cache,
@@ -36,7 +35,6 @@ __all__ = [
     "KernelInputs",
     "LayerParams",
     "NVFP4Pages",
-    "NewKV",
     "NoKernelError",
     "Phase",
     "RegisteredKernelError",

@@ -276,12 +276,13 @@ def test_sinks_are_refused_where_they_would_be_ignored(name: str) -> None:
     assert "sinks here and ignores them" in refusal(Phase.PREFILL, replace(BF16, has_sinks=True), GPU[9, 0], name)
 
 
-def test_speculative_decoding_is_served_without_waiting_where_that_can_be() -> None:
+def test_speculative_decoding_is_served_without_waiting_where_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     drafting = replace(GPU[9, 0], max_decode_q_len=4)
     choice = choose(Phase.DECODE, BF16, drafting)
     assert str(choice) == "triton-decode"
     assert choice.reason is None
     without = replace(drafting, toolchain=Toolchain(flash_attention3_problem="it is not here"))
+    monkeypatch.setattr(dispatch.SplitDecodeKernel, "reasons_against", lambda *_: ["it is not here"])
     choice = choose(Phase.DECODE, BF16, without)
     assert str(choice) == "xqa"  # fa2, which comes before it, would wait
     assert choice.reason is None

@@ -258,18 +258,33 @@ class MixingKernel(ReferenceKernel):
     serves_mixed = True
 
 
-@pytest.mark.parametrize("decode_kernel", [MixingKernel, SmallKernel])
+@pytest.mark.parametrize(
+    ("decode_kernel", "kv_dtype", "goes_in_one"),
+    [
+        (MixingKernel, None, True),
+        (SmallKernel, None, True),
+        (MixingKernel, torch.float8_e4m3fn, True),
+        # One of the two may round the query to the cache's dtype.
+        (SmallKernel, torch.float8_e4m3fn, False),
+    ],
+)
 @pytest.mark.parametrize(("q_lens", "is_mixed"), [((1, 1, 9, 9), True), ((1, 9, 1), True), ((1, 1), False)])
-def test_mixed_step_goes_in_one_call_where_one_kernel_serves_both_phases(
-    q_lens: tuple[int, ...], is_mixed: bool, decode_kernel: type[ReferenceKernel], monkeypatch: pytest.MonkeyPatch
+def test_mixed_step_goes_in_one_call_where_the_prefill_kernel_answers_decodes_alike(
+    q_lens: tuple[int, ...],
+    is_mixed: bool,
+    decode_kernel: type[ReferenceKernel],
+    kv_dtype: torch.dtype | None,
+    goes_in_one: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rules = {Phase.DECODE: (Candidate(decode_kernel),), Phase.PREFILL: (Candidate(MixingKernel),)}
     monkeypatch.setattr(dispatch, "preference", lambda phase, layer, engine: rules[phase])
-    case = make_case(BatchSpec("step", q_lens, tuple(20 + q_len for q_len in q_lens)), make_layer())
+    spec = BatchSpec("step", q_lens, tuple(20 + q_len for q_len in q_lens))
+    case = make_case(spec, make_layer(kv_dtype=kv_dtype))
     layer = make_layer_double(case)
     metadata = make_builder(case, {"layer": layer}).build(0, common_metadata(case))
     (plans,) = metadata.plans.values()
-    assert (plans.decode is None) == (is_mixed and decode_kernel is MixingKernel)
+    assert (plans.decode is None) == (is_mixed and goes_in_one)
     assert (plans.prefill is None) != is_mixed
     assert_close_to_formula(case, forward(layer, case, metadata))
 
