@@ -70,7 +70,8 @@ class SplitDecodeKernel(AttentionKernel):
             *reasons.capability_from(engine, OLDEST_CAPABILITY),
             *reasons.when(layer.head_dim > MAX_HEAD_DIM, f"head_dim {layer.head_dim} is above {MAX_HEAD_DIM}"),
             *reasons.when(
-                engine.page_size % PAGE_SIZE_STEP, f"page size {engine.page_size} is no multiple of {PAGE_SIZE_STEP}"
+                engine.page_size % PAGE_SIZE_STEP,
+                f"page size {engine.page_size} is none that it reads, multiples of {PAGE_SIZE_STEP}",
             ),
             *reasons.when(
                 group * engine.max_decode_q_len > limit,

@@ -3,6 +3,9 @@
 import os
 
 import pytest
+from shared_fixtures import without_triton_decode
+
+__all__ = ["without_triton_decode"]
 
 CACHE_VARIABLE = "VLLM_ATTN_PLUGIN_CACHE"
 USERS_CACHE = os.environ.get(CACHE_VARIABLE)
@@ -22,7 +25,8 @@ def cache(tmp_path, monkeypatch):
     """The cache folder of this test; it does not exist yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
-    for name in ("DEVICE", "VENV", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE"):
+    # Those of the make that runs the tests are none of the make that a test runs.
+    for name in ("ARGS", "DEVICE", "MAKEFLAGS", "MAKELEVEL", "VENV", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE"):
         monkeypatch.delenv(name, raising=False)
     return folder
 

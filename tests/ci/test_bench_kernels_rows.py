@@ -121,6 +121,7 @@ def test_tables_are_made_of_what_was_measured(finished: Path, tmp_path: Path) ->
     assert (kept["revision"], kept["torch"]) == ("abc", "2.11")
 
 
+@pytest.mark.usefixtures("without_triton_decode")  # which the file has no times of
 def test_choice_is_made_anew_by_the_tables_that_ship(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

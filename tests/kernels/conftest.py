@@ -1,5 +1,5 @@
 """Fixtures of the kernel tests."""
 
-from shared_fixtures import one_thread
+from shared_fixtures import one_thread, without_triton_decode
 
-__all__ = ["one_thread"]
+__all__ = ["one_thread", "without_triton_decode"]

@@ -26,6 +26,8 @@ from vllm_attn_plugin.kernels import (
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 from vllm_attn_plugin.kernels.toolchain import Obstacle, find_obstacle
 
+pytestmark = pytest.mark.usefixtures("without_triton_decode")
+
 BF16 = make_layer(num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)
 H200 = EngineParams(
     torch.device("cuda"),

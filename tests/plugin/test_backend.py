@@ -167,6 +167,7 @@ def test_block_that_splits_into_a_page_of_the_kernels_is_served(block_size: int 
 
 
 @pytest.mark.usefixtures("on_cuda")
+@pytest.mark.usefixtures("without_triton_decode")
 def test_both_phases_are_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Toolchain(has_flashinfer=False, flash_attention3_problem="FlashAttention 3 is not here")
     monkeypatch.setattr(backend, "find_toolchain", lambda: machine)

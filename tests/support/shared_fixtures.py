@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from vllm_attn_plugin.kernels import dispatch
+from vllm_attn_plugin.kernels.split_decode import SplitDecodeKernel
 from vllm_attn_plugin.settings import PREFIX, settings
 
 
@@ -26,3 +29,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def without_triton_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's rule without the kernel that needs nothing of FlashInfer's or FlashAttention's, to see the others'."""
+    rule = dispatch.RULES[9]
+    decode = tuple(candidate for candidate in rule.decode if candidate.kernel is not SplitDecodeKernel)
+    monkeypatch.setitem(dispatch.RULES, 9, replace(rule, decode=decode))
