@@ -189,12 +189,12 @@ def choose(phase: Phase, layer: LayerParams, engine: EngineParams, forced: str |
     if phase is Phase.DECODE and forced is None:
         prompt, table = _by_table(prompt, layer, engine)
         reason = "; ".join(filter(None, (reason, table and f"fastest in {table}"))) or None
-    kernels = _by_size(_without_measured_only(prompt), engine)
+    kernels = _by_size(prompt, engine)
     if kernels is None:
-        kernels = _by_size(_without_measured_only(able), engine)
+        kernels = _by_size(able, engine)
         reason = "; ".join(filter(None, (reason, WAITS)))
     if kernels is None:
-        tried = {candidate.kernel: reasons[candidate.kernel] for candidate in _without_measured_only(candidates)}
+        tried = {one.kernel: reasons[one.kernel] for one in candidates if not one.measured_only}
         raise NoKernelError(
             f"no {phase.value} kernel can serve this layer: {_refusals(tried)}; "
             f"{_remedy(phase, layer, engine, forced)}."
@@ -220,16 +220,13 @@ def _by_table(
     return [*tuned, Candidate(tuned[-1].kernel)], table.source
 
 
-def _without_measured_only(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates that need no table to be chosen."""
-    return [candidate for candidate in candidates if not candidate.measured_only]
-
-
 def _by_size(candidates: Iterable[Candidate], engine: EngineParams) -> BySize[type[AttentionKernel]] | None:
     """The candidates by batch size, up to the engine's largest; None where they leave sizes without a kernel."""
     kernels: list[type[AttentionKernel]] = []
     limits: list[int] = []
-    for kernel, max_batch_size, _ in candidates:
+    for kernel, max_batch_size, measured_only in candidates:
+        if measured_only:
+            continue
         if kernel in kernels[-1:]:  # what stood between refused, so that it goes on
             limits.pop()
         else:

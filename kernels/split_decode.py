@@ -14,7 +14,7 @@ from vllm_attn_plugin.kernels.interface import (
     LayerParams,
     Phase,
 )
-from vllm_attn_plugin.kernels.kv_cache import KVPages
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
 from vllm_attn_plugin.kernels.split_tiles import (
     ARRIVAL_BYTES,
     MAX_PROGRAMS,
@@ -35,8 +35,6 @@ OLDEST_CAPABILITY = (8, 0)
 OLDEST_E4M3_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256
 PAGE_SIZE_STEP = 16
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-FP8_CACHES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class SplitDecodeKernel(AttentionKernel):
@@ -78,7 +76,7 @@ class SplitDecodeKernel(AttentionKernel):
                 f"{group} query heads a KV head and queries of {engine.max_decode_q_len} tokens make "
                 f"{group * engine.max_decode_q_len} rows, head_dim {layer.head_dim} allows {limit}",
             ),
-            *reasons.dtypes(layer, HALF_DTYPES, FP8_CACHES),
+            *reasons.dtypes(layer, reasons.HALF_DTYPES, FP8_DTYPES),
             *reasons.alibi(layer),
         ]
         if layer.kv_dtype == torch.float8_e4m3fn and engine.compute_capability is not None:

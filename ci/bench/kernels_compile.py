@@ -50,10 +50,8 @@ def _own_key(name: str, point: Point) -> tuple[object, ...]:
 
 
 def _small(point: Point) -> Point:
-    q_len = point.q_len if point.phase is Phase.DECODE else TOKENS
-    return Point(
-        point.phase, point.configuration, point.batch_size if point.phase is Phase.DECODE else 1, q_len, TOKENS
-    )
+    batch_size, q_len = (point.batch_size, point.q_len) if point.phase is Phase.DECODE else (1, TOKENS)
+    return Point(point.phase, point.configuration, batch_size, q_len, TOKENS)
 
 
 def compile_side_by_side(
