@@ -12,6 +12,7 @@ from vllm_attn_plugin.kernels.interface import (
 from vllm_attn_plugin.kernels.kv_cache import (
     NVFP4,
     KVPages,
+    NewKV,
     NVFP4Pages,
     split_kv_cache,
     split_nvfp4_cache,
@@ -35,6 +36,7 @@ __all__ = [
     "KernelInputs",
     "LayerParams",
     "NVFP4Pages",
+    "NewKV",
     "NoKernelError",
     "Phase",
     "RegisteredKernelError",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_attn_plugin.kernels.kv_cache import KVPages
+from vllm_attn_plugin.kernels.kv_cache import KVPages, NewKV
 from vllm_attn_plugin.kernels.toolchain import Toolchain
 from vllm_attn_plugin.kernels.tuning import Configuration, Shelf
 from vllm_attn_plugin.metadata import PagedBatch
@@ -115,6 +115,8 @@ class KernelInputs:
         o_block_scales: float8_e4m3fn `[rows rounded up to 128, num_qo_heads * head_dim / 16 rounded up to 4]`, written
             with an NVFP4 output, in the order that the next matrix product reads; None for any other output.
         o_first_row: the row of `o_block_scales` that belongs to the first row of `out`.
+        new_kv: keys and values of the step's tokens that the kernel writes to the cache itself; None where they are
+            there already. Only for one that `writes_kv`.
     """
 
     k_scale: float = 1.0
@@ -126,6 +128,7 @@ class KernelInputs:
     o_scale: float = 1.0
     o_block_scales: torch.Tensor | None = None
     o_first_row: int = 0
+    new_kv: NewKV | None = None
 
 
 class GraphSupport(Enum):
@@ -144,6 +147,7 @@ class AttentionKernel(ABC):
         graph_support: which decode batches it can serve from a full CUDA graph.
         reads_page_lists: whether its plan reads the page lists on the device; where none does they are not made.
         serves_mixed: whether a step's decodes may go with its prefills in one call, as prefills.
+        writes_kv: whether it takes `KernelInputs.new_kv`, which saves an engine a launch a layer.
         placed_before: for a kernel that another package registers, names of kernels: it is tried before the first of
             them that a GPU family's rule lists, and after all others where the rule lists none.
     """
@@ -153,6 +157,7 @@ class AttentionKernel(ABC):
     reads_page_lists: ClassVar[bool] = True
     serves_mixed: ClassVar[bool] = False
     placed_before: ClassVar[tuple[str, ...]] = ()
+    writes_kv: bool = False
 
     def __init__(self, phase: Phase, layer: LayerParams, engine: EngineParams) -> None:
         self.phase = phase

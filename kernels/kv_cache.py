@@ -130,6 +130,19 @@ def split_nvfp4_cache(kv_cache: torch.Tensor) -> NVFP4Pages:
     return NVFP4Pages(k, v, KVPages(*scales))
 
 
+class NewKV(NamedTuple):
+    """Keys and values of a step's tokens that are not in the cache yet.
+
+    Attributes:
+        k, v: `[num_tokens or more, num_kv_heads, head_dim]`, the query's dtype, 1 as the stride of the last dimension.
+        slot_mapping: int64 `[num_tokens]`, see `write_kv`.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
 def _as_storage(pages: torch.Tensor) -> torch.Tensor:
     """View fp8 pages as bytes: indexing is implemented for uint8 everywhere, for fp8 not."""
     return pages.view(torch.uint8) if pages.dtype in FP8_DTYPES else pages

@@ -54,6 +54,8 @@ class SplitDecodeKernel(AttentionKernel):
         tiles = tiles or choose_tiles(layer, rows, engine.compute_capability)
         num_programs = min(max(engine.num_sms, 1) * tiles.programs_per_sm, MAX_PROGRAMS)
         self._shape = DecodeShape(layer, tiles, num_programs)
+        # Those of an fp8 cache are to be scaled and rounded first.
+        self.writes_kv = layer.kv_dtype == layer.q_dtype
         buffer = workspaces(engine.device).reserve_split_decode(workspace_bytes(num_programs, rows, layer.head_dim))
         self._arrivals = buffer[:ARRIVAL_BYTES]
         self._memory = cut_memory(buffer, num_programs, rows)
@@ -112,5 +114,15 @@ class SplitDecodeKernel(AttentionKernel):
         from vllm_attn_plugin.kernels.split_decode_kernel import split_decode
 
         split_decode(
-            q, kv_pages, out, lse, inputs.sinks, plan, self._memory, self._shape, inputs.k_scale, inputs.v_scale
+            q,
+            kv_pages,
+            out,
+            lse,
+            inputs.sinks,
+            plan,
+            self._memory,
+            self._shape,
+            inputs.k_scale,
+            inputs.v_scale,
+            inputs.new_kv,
         )

@@ -89,6 +89,7 @@ def read_block(  # type: ignore[no-untyped-def]
     v_pages,
     pages,
     head,
+    seq_len,
     q_start,
     q_len,
     is_key,
@@ -98,6 +99,13 @@ def read_block(  # type: ignore[no-untyped-def]
     page_stride,
     page_head_stride,
     page_token_stride,
+    new_k_start,
+    new_v_start,
+    new_k_row_stride,
+    new_k_head_stride,
+    new_v_row_stride,
+    new_v_head_stride,
+    has_new: tl.constexpr,
     group: tl.constexpr,
     page_size: tl.constexpr,
     block_m: tl.constexpr,
@@ -105,7 +113,11 @@ def read_block(  # type: ignore[no-untyped-def]
     words: tl.constexpr,
     last_word: tl.constexpr,
 ):
-    """A tile's query, and a block of its keys and values; 0 where there are none."""
+    """A tile's query, and a block of its keys and values; 0 where there are none.
+
+    Keys of the step's own tokens are read where the model left them: another program may be writing them to the cache.
+    Where that is, is told by its distance from the cache.
+    """
     row, word, key = tl.arange(0, block_m), tl.arange(0, words)[None, :], tl.arange(0, block_n)
     q_rows = (q_start + row // group).to(tl.int64) * q_row_stride + (head * group + row % group) * q_head_stride
     is_query = (row // group < q_len)[:, None] & (word < last_word)
@@ -117,10 +129,58 @@ def read_block(  # type: ignore[no-untyped-def]
         slots = key * page_token_stride
     else:
         slots = pages.to(tl.int64) * page_stride + ((block_key + key) % page_size) * page_token_stride
+    k_slots, v_slots = base + slots, base + slots
+    if has_new:
+        first_new = seq_len - q_len
+        new_row = (q_start + block_key + key - first_new).to(tl.int64)
+        is_new = (block_key + key >= first_new).to(tl.int64)
+        # Sums, not a choice: of a choice the compiler does not know that it is aligned, and would read it word by word.
+        k_slots += is_new * (new_k_start + new_row * new_k_row_stride + head * new_k_head_stride - k_slots)
+        v_slots += is_new * (new_v_start + new_row * new_v_row_stride + head * new_v_head_stride - v_slots)
     is_there = is_key[:, None] & (word < last_word)
-    keys = tl.load(k_pages + base + (slots[:, None] + word), mask=is_there, other=0)
-    values = tl.load(v_pages + base + (slots[:, None] + word), mask=is_there, other=0)
+    keys = tl.load(k_pages + (k_slots[:, None] + word), mask=is_there, other=0)
+    values = tl.load(v_pages + (v_slots[:, None] + word), mask=is_there, other=0)
     return queries, keys, values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_new(  # type: ignore[no-untyped-def]
+    k_pages,
+    v_pages,
+    new_k,
+    new_v,
+    slot_mapping,
+    num_new,
+    page_stride,
+    page_head_stride,
+    page_token_stride,
+    new_k_row_stride,
+    new_k_head_stride,
+    new_v_row_stride,
+    new_v_head_stride,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """Write this program's share of the step's keys and values into their slots, if they are not there yet.
+
+    The last programs begin: where there are few blocks, those have none.
+    """
+    lane = tl.arange(0, lanes)
+    if new_k is not None:
+        first = tl.num_programs(0) - 1 - tl.program_id(0)
+        for place in range(first, num_new * num_kv_heads, tl.num_programs(0)):
+            row, head = place // num_kv_heads, place % num_kv_heads
+            slot = tl.load(slot_mapping + row + 0 * lane)
+            is_there = (lane < head_dim) & (slot >= 0)
+            k = tl.load(new_k + row * new_k_row_stride + head * new_k_head_stride + lane, mask=is_there)
+            v = tl.load(new_v + row * new_v_row_stride + head * new_v_head_stride + lane, mask=is_there)
+            target = (
+                (slot // page_size) * page_stride + (slot % page_size) * page_token_stride + head * page_head_stride
+            )
+            tl.store(k_pages + target + lane, k, mask=is_there)
+            tl.store(v_pages + target + lane, v, mask=is_there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

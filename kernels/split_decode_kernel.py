@@ -21,8 +21,16 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_attn_plugin.kernels.kv_cache import KVPages, canonical_strides
-from vllm_attn_plugin.kernels.split_decode_blocks import page_ids, program_of, read_block, request_of, schedule, seen
+from vllm_attn_plugin.kernels.kv_cache import KVPages, NewKV, canonical_strides
+from vllm_attn_plugin.kernels.split_decode_blocks import (
+    page_ids,
+    program_of,
+    read_block,
+    request_of,
+    schedule,
+    seen,
+    write_new,
+)
 from vllm_attn_plugin.kernels.split_decode_rows import (
     LOG2_E,
     add_values,
@@ -40,7 +48,7 @@ BATCH_LANES = (32, 256)
 # Rows of a tile that are merged at a time, and numbers of their parts that are fetched at once: 64 registers a thread.
 MOST_MERGED_ROWS, MERGED_NUMBERS = 16, 8192
 # Arguments whose values are no reason to compile anew.
-NOT_SPECIALIZED = ("batch_size", "num_rows", "window_left", "min_blocks", "max_parts")
+NOT_SPECIALIZED = ("batch_size", "num_rows", "num_new", "window_left", "min_blocks", "max_parts")
 
 
 # No annotations here and below: the compiler reads them, and knows only its own.
@@ -105,6 +113,9 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     q,
     k_pages,
     v_pages,
+    new_k,
+    new_v,
+    slot_mapping,
     out,
     lse,
     sinks,
@@ -119,6 +130,7 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     v_scale,
     batch_size,
     num_rows,
+    num_new,
     window_left,
     min_blocks,
     max_parts,
@@ -130,6 +142,12 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     page_stride,
     page_head_stride,
     page_token_stride,
+    new_k_start,
+    new_v_start,
+    new_k_row_stride,
+    new_k_head_stride,
+    new_v_row_stride,
+    new_v_head_stride,
     table_stride,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -160,6 +178,11 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
         out, lse, tl.load(qo_indptr + batch_size), num_rows,
         out_row_stride, out_head_stride, lse_row_stride, num_kv_heads * group, head_dim, lanes,
     )  # fmt: skip
+    write_new(
+        k_pages, v_pages, new_k, new_v, slot_mapping, num_new, page_stride, page_head_stride, page_token_stride,
+        new_k_row_stride, new_k_head_stride, new_v_row_stride, new_v_head_stride,
+        num_kv_heads, head_dim, page_size, lanes,
+    )  # fmt: skip
     if start >= stop:
         return
     seq_len, q_start, q_len, first_key, count = request_of(
@@ -170,21 +193,21 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     table = block_tables + request.to(tl.int64) * table_stride
     pages = page_ids(table, first_key, seq_len, block_key, page_size, block_n)
     # What is needed of the first tile once all is done, if it began before this program.
-    rest_place, rest_count, rest_start, rest_len, rest_head = start - block, count, q_start, q_len, head
-    began = block
+    rest_place, rest_count, rest_start, rest_len = start - block, count, q_start, q_len
+    rest_head, began = head, block
     # Over an fp8 cache two numbers are one word: 16 bits of keys and values, 32 of the query.
     words: tl.constexpr = lanes if fp8 is None else lanes // 2
     last_word: tl.constexpr = head_dim * words // lanes
     total, odd_total = tl.zeros([block_m, words], tl.float32), tl.zeros([block_m, words], tl.float32)
-    top = tl.full([block_m], float("-inf"), tl.float32)
-    denominators = tl.zeros([block_m, block_n], tl.float32)
+    top, denominators = tl.full([block_m], float("-inf"), tl.float32), tl.zeros([block_m, block_n], tl.float32)
     for place in tl.range(start, stop, num_stages=stages):
         key = block_key + tl.arange(0, block_n)
         is_key, is_seen = seen(key, seq_len, q_len, first_key, window_left, group, is_causal, has_window, block_m)
         queries, keys, values = read_block(
-            q, k_pages, v_pages, pages, head, q_start, q_len, is_key, block_key,
+            q, k_pages, v_pages, pages, head, seq_len, q_start, q_len, is_key, block_key,
             q_row_stride, q_head_stride, page_stride, page_head_stride, page_token_stride,
-            group, page_size, block_m, block_n, words, last_word,
+            new_k_start, new_v_start, new_k_row_stride, new_k_head_stride, new_v_row_stride, new_v_head_stride,
+            new_k is not None, group, page_size, block_m, block_n, words, last_word,
         )  # fmt: skip
         logits = products(queries, keys, out.dtype.element_ty, fp8, has_ptx)
         weights, factor, top, denominators = softmax_weights(
@@ -244,6 +267,7 @@ def split_decode(
     shape: DecodeShape,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    new_kv: NewKV | None = None,
 ) -> None:
     """Launch one layer.
 
@@ -257,11 +281,13 @@ def split_decode(
         memory: where parts go; `arrivals` is zero before and after.
         shape: what is fixed for the layer.
         k_scale, v_scale: dequantization factors.
+        new_kv: keys and values of the step's tokens, where they are not in the cache yet: they are written.
 
     Raises:
         ValueError: something lies in memory as the kernel cannot read it.
     """
     _check_strides(q, kv_pages, out)
+    new_k, new_v, slot_mapping = (None, None, None) if new_kv is None else new_kv
     layer = shape.layer
     page_size = kv_pages.k.shape[2]
     k_pages, v_pages = kv_pages
@@ -271,6 +297,9 @@ def split_decode(
         q,
         k_pages,
         v_pages,
+        new_k,
+        new_v,
+        slot_mapping,
         out,
         lse,
         sinks,
@@ -285,6 +314,7 @@ def split_decode(
         v_scale,
         len(step.seq_lens),
         step.num_rows,
+        0 if slot_mapping is None else len(slot_mapping),
         layer.window_left,
         shape.tiles.min_blocks,
         shape.tiles.max_parts,
@@ -292,10 +322,21 @@ def split_decode(
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
         *k_pages.stride()[:3],
+        *_where_new(new_kv, kv_pages),
         step.block_tables.stride(0),
         **constants(shape, step, page_size),
         **options(shape.tiles),
     )
+
+
+def _where_new(new_kv: NewKV | None, kv_pages: KVPages) -> tuple[int, ...]:
+    """Distance of new keys and of new values from their pages, in numbers, and both tensors' row and head strides."""
+    if new_kv is None:
+        return (0,) * 6
+    both = tuple(zip((new_kv.k, new_kv.v), kv_pages, strict=True))
+    starts = (new.data_ptr() - pages.data_ptr() for new, pages in both)
+    strides = (stride for new, _ in both for stride in new.stride()[:2])
+    return (*(start // new_kv.k.itemsize for start in starts), *strides)
 
 
 def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str, Any]:

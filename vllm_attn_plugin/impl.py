@@ -9,12 +9,14 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_attn_plugin.backend import cache_dtype, engine_to_be, with_query_dtype
 from vllm_attn_plugin.builder import AttnPluginMetadata
+from vllm_attn_plugin.cache_writes import CacheWrites, writes_kv
 from vllm_attn_plugin.kernels import (
     NVFP4,
     EngineParams,
     KernelInputs,
     KVPages,
     LayerParams,
+    NewKV,
     split_kv_cache,
     split_nvfp4_cache,
     write_kv,
@@ -120,6 +122,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         self._o_scale: float | None = None
         self._source_sinks = sinks
         self._cache_and_pages: tuple[torch.Tensor, KVPages] | None = None
+        self._cache_writes = CacheWrites(self.params)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks over as the float32 that every kernel reads; only now are they loaded."""
@@ -152,7 +155,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the step's keys and values; a profile run has no cache to write to.
+        """Write the step's keys and values, or leave that to `forward`; a profile run has no cache to write to.
 
         Args:
             layer: vLLM's attention layer, for its scales.
@@ -165,16 +168,21 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         """
         if kv_cache.numel() == 0:
             return
+        new_kv = NewKV(key, value, slot_mapping)
+        if not self._cache_writes.leave(new_kv):
+            self._write(layer, new_kv, kv_cache)
+
+    def _write(self, layer: Any, new_kv: NewKV, kv_cache: torch.Tensor) -> None:
         if self.params.kv_dtype == NVFP4:
-            write_nvfp4_on_gpu(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+            write_nvfp4_on_gpu(*new_kv[:2], kv_cache, new_kv.slot_mapping, layer._k_scale, layer._v_scale)
             return
         pages = self._pages(kv_cache)
         if kv_cache.is_cuda:
-            write_kv_on_gpu(key, value, pages, slot_mapping, layer._k_scale, layer._v_scale)
+            write_kv_on_gpu(*new_kv[:2], pages, new_kv.slot_mapping, layer._k_scale, layer._v_scale)
             return
         # Page 0 is vLLM's null block: it belongs to no request, and a dummy run may point all its tokens there.
         first_slot = pages.k.shape[2]
-        write_kv(key, value, pages, slot_mapping, layer._k_scale_float, layer._v_scale_float, first_slot)
+        write_kv(*new_kv[:2], pages, new_kv.slot_mapping, layer._k_scale_float, layer._v_scale_float, first_slot)
 
     def forward(
         self,
@@ -193,7 +201,7 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
         Args:
             layer: vLLM's attention layer, for its scales.
             query: `[num_tokens or more, num_heads, head_size]`; fp8 where `supports_quant_query_input` asked for it.
-            key, value: unused: they are in the cache already.
+            key, value: those of `do_kv_cache_update`.
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, any layout, or an NVFP4 cache as
                 `customize_spec` lays it out; empty in a profile run.
             attn_metadata: the step's plans; None in a profile run. With none, or no cache yet, the output is zero.
@@ -201,12 +209,17 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
             output_scale: scale of an output that vLLM's fusion quantizes, float32 of one element.
             output_block_scale: written, the block scales of an NVFP4 output, see `KernelInputs.o_block_scales`.
         """
-        del key, value
+        del value
         o_scale = 1.0
         if output_scale is not None or output_block_scale is not None:
             o_scale = self._read_output_scale(output, output_scale, output_block_scale)
         if attn_metadata is None or kv_cache.numel() == 0:
             return output.zero_()
+        plans = attn_metadata.plans[self.params]
+        new_kv = self._cache_writes.take(key)
+        if new_kv is not None and not writes_kv(plans):
+            self._write(layer, new_kv, kv_cache)
+            new_kv = None
         inputs = KernelInputs(
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
@@ -216,8 +229,8 @@ class AttnPluginImpl(AttentionImpl[AttnPluginMetadata]):
             q_scale=layer._q_scale_float,
             o_scale=o_scale,
             o_block_scales=output_block_scale,
+            new_kv=new_kv,
         )
-        plans = attn_metadata.plans[self.params]
         pages = self._pages(kv_cache)
         for phase in (plans.decode, plans.prefill):
             if phase is not None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from batch_specs import SPECS
 from gpu_cases import CUDA, GPU_SPECS, error_and_limit, fp8_query_error, fp8_weights_error, tame_unused_slots, to_gpu
-from paged_cases import make_case, make_layer
+from paged_cases import make_case, make_layer, take_new_kv
 
-from vllm_attn_plugin.kernels import EngineParams, Phase
+from vllm_attn_plugin.kernels import EngineParams, NewKV, Phase
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -215,6 +215,27 @@ def test_kernel_against_fp64(ask: Ask, record_property: Any) -> None:
     record_property("tolerance", limit)
     assert out.isfinite().all()
     assert error <= limit
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    "spec", ["decode", "long_decode", "wide_decode", "one_very_long_decode", "padded_rows", "spec_decode_ragged"]
+)
+def test_triton_decode_writes_the_step_s_keys_and_values(
+    spec: str, dtype: torch.dtype, page_size: int, record_property: Any
+) -> None:
+    layer = make_layer(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
+    case = make_case(ALL[spec], layer, page_size=page_size)
+    whole = case.kv_cache.clone()
+    new_kv = take_new_kv(case)
+    gpu = to_gpu(case)
+    gpu.inputs = replace(gpu.inputs, new_kv=NewKV(*(tensor.cuda() for tensor in new_kv)))
+    error, limit = error_and_limit(case, gpu.run(KERNELS["triton-decode"], Phase.DECODE))
+    record_property("value", error)
+    record_property("tolerance", limit)
+    assert error <= limit
+    torch.testing.assert_close(gpu.kv_cache.cpu(), whole, rtol=0, atol=0, equal_nan=True)
 
 
 def _without_speculation(engine: EngineParams) -> EngineParams:

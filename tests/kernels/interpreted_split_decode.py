@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from batch_specs import SPECS, BatchSpec
-from paged_cases import PagedCase, assert_close_to_formula, make_case, make_layer
+from paged_cases import PagedCase, assert_close_to_formula, make_case, make_layer, take_new_kv
 from triton.runtime import interpreter
 
 from ci.gpu.sweep_split_decode import Batch, Sweep, summary
@@ -64,6 +64,19 @@ def check(case: PagedCase, tiles: Tiles = TILES, kernel: SplitDecodeKernel | Non
     assert_close_to_formula(case, out, lse)
     for memory in kernel.zeroed_memory().values():
         assert not memory.any(), "an arrival was not taken back"
+
+
+def check_that_it_writes(case: PagedCase) -> None:
+    """As `check`, the step's own keys and values in tensors of their own; the cache must hold them afterwards."""
+    whole = case.kv_cache.clone()
+    new_kv = take_new_kv(case)
+    kernel = set_up(case)
+    assert kernel.writes_kv
+    out, lse = torch.full_like(case.q, float("nan")), torch.full(case.q.shape[:2], float("nan"))
+    pages = split_kv_cache(case.kv_cache, case.layer.kv_dtype)
+    kernel.run(kernel.plan(case.batch()), case.q, pages, out, replace(case.inputs, new_kv=new_kv), lse)
+    assert_close_to_formula(case, out, lse)
+    torch.testing.assert_close(case.kv_cache, whole, rtol=0, atol=0, equal_nan=True)
 
 
 def case_of(spec: str = "uneven", **options: Any) -> PagedCase:
@@ -193,6 +206,39 @@ def test_pages(page_size: int, block_n: int, window_left: int) -> None:
 def test_layouts(layout: str, block_n: int) -> None:
     check(case_of("decode", layout=layout), replace(TILES, block_n=block_n))
     check(case_of("decode", layout=layout, kv_dtype=E4M3), replace(TILES, block_n=block_n))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "decode",
+        "padded_rows",
+        "all_rows_padded",
+        "empty_kv",
+        "queries_before_keys",
+        "single_long_decode",
+        "many_short",
+        "uneven",
+        "drafts",
+        "spec_decode_ragged",
+    ],
+)
+def test_it_writes_the_step_s_keys_and_values(spec: str) -> None:
+    check_that_it_writes(case_of(spec))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window_left": 24}, {"dtype": BF16, "soft_cap": 20.0}, {"sinks": True}, {"layout": "BLNHC_padded"},
+     {"head_dim": 80}, {"page_size": 64, "causal": False}],
+    ids=str,
+)  # fmt: skip
+def test_it_writes_whatever_the_layer(options: dict[str, Any]) -> None:
+    check_that_it_writes(case_of("uneven", **options))
+
+
+def test_it_does_not_write_an_fp8_cache() -> None:
+    assert not set_up(case_of("decode", kv_dtype=E4M3)).writes_kv
 
 
 def test_steps_share_memory() -> None:

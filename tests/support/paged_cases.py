@@ -7,7 +7,7 @@ import torch
 from batch_specs import BatchSpec
 from fp64_attention import attend
 
-from vllm_attn_plugin.kernels import EngineParams, KernelInputs, LayerParams, Phase, split_kv_cache
+from vllm_attn_plugin.kernels import EngineParams, KernelInputs, LayerParams, NewKV, Phase, split_kv_cache
 from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.metadata import PagedBatch, make_paged_batch
 
@@ -321,3 +321,18 @@ def cache_bytes(kv_cache: torch.Tensor) -> bytes:
     """The whole buffer behind a cache, other layers and padding included, as bytes."""
     storage = torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
     return bytes(storage.numpy().tobytes())
+
+
+def take_new_kv(case: PagedCase) -> NewKV:
+    """Take the keys and values of the step's own tokens out of the cache, where NaN is left, as a model computes them.
+
+    A few rows more than there are tokens: an engine pads them. Keys and values are slices of something larger.
+    """
+    _, num_heads, page_size, width = case.kv_cache.shape
+    rows = torch.full((len(case.slot_mapping) + 2, num_heads, width + 8), float("nan"), dtype=case.layer.kv_dtype)
+    for row, slot in enumerate(case.slot_mapping.tolist()):
+        if slot >= 0:
+            place = case.kv_cache[slot // page_size, :, slot % page_size]
+            rows[row, :, :width] = place
+            place.fill_(float("nan"))
+    return NewKV(rows[..., : width // 2], rows[..., width // 2 : width], case.slot_mapping)
