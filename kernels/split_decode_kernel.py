@@ -3,8 +3,10 @@
 A tile is one request and one KV head, with all query rows that read it: the heads of its group, and drafts. Its keys
 are cut into blocks. All blocks of all tiles stand in one line, request by request and head by head, and each program
 takes a piece of that line, as long as any other's within one block, whatever the lengths of the requests. A tile that
-lies in one program is written at once. Of any other each program leaves a part, and the last of them to arrive merges
-the parts: nobody waits.
+lies in one program is written at once. Of any other each program leaves a part. Where all programs run at once
+(`Tiles.shares_merging`) those of a tile wait for each other and then merge some of its rows each: they end at about the
+same time, and one alone would be long about a tile of many parts. Elsewhere the last of them to arrive merges all rows,
+and nobody waits.
 
     blocks    | request 0, head 0 | head 1            | request 1, head 0         | ...
     programs  | 0             | 1             | 2             | 3             | ...
@@ -35,7 +37,7 @@ from vllm_attn_plugin.kernels.split_decode_rows import (
     LOG2_E,
     add_values,
     clear_padding,
-    merged,
+    merge_rows,
     products,
     softmax_weights,
     write_rows,
@@ -45,8 +47,10 @@ from vllm_attn_plugin.kernels.split_tiles import DecodeMemory, DecodeShape, Deco
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Sizes that batches are rounded up to, so that few kernels are compiled.
 BATCH_LANES = (32, 256)
-# Rows of a tile that are merged at a time, and numbers of their parts that are fetched at once: 64 registers a thread.
-MOST_MERGED_ROWS, MERGED_NUMBERS = 16, 8192
+# Numbers of a row's parts that are fetched at once.
+MERGED_NUMBERS = 2048
+# Programs that have merged their share of a tile are counted above those that have arrived at it.
+DEPARTURE = tl.constexpr(1 << 16)
 # Arguments whose values are no reason to compile anew.
 NOT_SPECIALIZED = ("batch_size", "num_rows", "num_new", "window_left", "min_blocks", "max_parts")
 
@@ -67,7 +71,7 @@ def _leave_part(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _arrive(  # type: ignore[no-untyped-def]
+def _finish(  # type: ignore[no-untyped-def]
     out,
     lse,
     sinks,
@@ -75,10 +79,8 @@ def _arrive(  # type: ignore[no-untyped-def]
     part_stats,
     arrivals,
     v_scale,
-    share,
-    extra,
-    place,
-    count,
+    first,
+    last,
     q_start,
     q_len,
     head,
@@ -89,22 +91,85 @@ def _arrive(  # type: ignore[no-untyped-def]
     head_dim: tl.constexpr,
     block_m: tl.constexpr,
     lanes: tl.constexpr,
-    merged_rows: tl.constexpr,
     merged_parts: tl.constexpr,
+    is_shared: tl.constexpr,
 ):
-    """Count this program's arrival at a tile of `count` blocks from a place of the line; merge it if all are there."""
-    first, last = program_of(place, share, extra), program_of(place + count - 1, share, extra)
-    arrived = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu")
-    if arrived == last - first:
-        tl.store(arrivals + first, 0)
-        num_rows = q_len * group
-        for first_row in range(0, num_rows, merged_rows):
-            total, top, denominator = merged(
-                parts, part_stats, first, last, first_row, num_rows, block_m, lanes, merged_rows, merged_parts
-            )
-            write_rows(
-                out, lse, sinks, total, top, denominator, v_scale, q_start, q_len, head, first_row,
-                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, merged_rows, lanes,
+    """Merge a tile whose parts are with the programs from `first` to `last`, or this program's share of its rows."""
+    if is_shared:
+        sharers = tl.minimum(last - first + 1, q_len * group)
+        first_row = tl.program_id(0) - first
+        is_due = first_row < sharers
+        if is_due:
+            while tl.atomic_add(arrivals + first, 0, sem="acquire", scope="gpu") % DEPARTURE <= last - first:
+                pass
+    else:
+        sharers, first_row = 1, 0
+        is_due = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == last - first
+    if is_due:
+        merge_rows(
+            out, lse, sinks, parts, part_stats, v_scale, first, last, first_row, sharers, q_start, q_len, head,
+            out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes, merged_parts,
+        )  # fmt: skip
+        is_last = True
+        if is_shared:
+            departed = tl.atomic_add(arrivals + first, DEPARTURE, sem="relaxed", scope="gpu") // DEPARTURE
+            is_last = departed == sharers - 1
+        if is_last:
+            tl.store(arrivals + first, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish_tiles(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    sinks,
+    parts,
+    part_stats,
+    arrivals,
+    v_scale,
+    share,
+    extra,
+    rest_place,
+    has_rest,
+    rest_count,
+    rest_start,
+    rest_len,
+    rest_head,
+    last_place,
+    has_last,
+    last_count,
+    last_start,
+    last_len,
+    last_head,
+    out_row_stride,
+    out_head_stride,
+    lse_row_stride,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_m: tl.constexpr,
+    lanes: tl.constexpr,
+    merged_parts: tl.constexpr,
+    is_shared: tl.constexpr,
+):
+    """What is left to do about the tile that began before this program, and about the one that ends after it."""
+    # All threads' parts are written before one of them says so.
+    tl.debug_barrier()
+    if is_shared:  # at both tiles before it waits at one of them
+        if has_rest:
+            tl.atomic_add(arrivals + program_of(rest_place, share, extra), 1, sem="release", scope="gpu")
+        if has_last:
+            tl.atomic_add(arrivals + tl.program_id(0), 1, sem="release", scope="gpu")
+    for side in range(2):
+        is_rest = side == 0
+        if tl.where(is_rest, has_rest, has_last):
+            place, count = tl.where(is_rest, rest_place, last_place), tl.where(is_rest, rest_count, last_count)
+            _finish(
+                out, lse, sinks, parts, part_stats, arrivals, v_scale,
+                program_of(place, share, extra), program_of(place + count - 1, share, extra),
+                tl.where(is_rest, rest_start, last_start), tl.where(is_rest, rest_len, last_len),
+                tl.where(is_rest, rest_head, last_head),
+                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
+                merged_parts, is_shared,
             )  # fmt: skip
 
 
@@ -161,11 +226,11 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr,
     lanes: tl.constexpr,
     batch_lanes: tl.constexpr,
-    merged_rows: tl.constexpr,
     merged_parts: tl.constexpr,
     stages: tl.constexpr,
     has_ptx: tl.constexpr,
     is_dependent: tl.constexpr,
+    is_shared: tl.constexpr,
 ):
     """Attention of one layer; see the module, and `split_decode` for the arguments."""
     start, stop, share, extra, request, offset = schedule(
@@ -240,20 +305,13 @@ def split_decode_kernel(  # type: ignore[no-untyped-def]
             )
         block_key = (first_key // block_n + block) * block_n
         pages = page_ids(table, first_key, seq_len, block_key, page_size, block_n)
-    # All threads' parts are written before one of them says so.
-    tl.debug_barrier()
-    for side in range(2):
-        is_rest = side == 0
-        is_part = tl.where(is_rest, rest_place < start, (block > 0) & (began == 0))
-        if is_part:
-            _arrive(
-                out, lse, sinks, parts, part_stats, arrivals, v_scale, share, extra,
-                tl.where(is_rest, rest_place, stop - block), tl.where(is_rest, rest_count, count),
-                tl.where(is_rest, rest_start, q_start), tl.where(is_rest, rest_len, q_len),
-                tl.where(is_rest, rest_head, head),
-                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes,
-                merged_rows, merged_parts,
-            )  # fmt: skip
+    last_place, has_last = stop - block, (block > 0) & (began == 0)
+    _finish_tiles(
+        out, lse, sinks, parts, part_stats, arrivals, v_scale, share, extra,
+        rest_place, rest_place < start, rest_count, rest_start, rest_len, rest_head,
+        last_place, has_last, count, q_start, q_len, head,
+        out_row_stride, out_head_stride, lse_row_stride, group, head_dim, block_m, lanes, merged_parts, is_shared,
+    )  # fmt: skip
 
 
 def split_decode(
@@ -344,7 +402,7 @@ def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str,
     layer, tiles = shape.layer, shape.tiles
     group, batch_size = layer.num_qo_heads // layer.num_kv_heads, len(step.seq_lens)
     lanes = triton.next_power_of_2(layer.head_dim)
-    merged_rows = min(MOST_MERGED_ROWS, triton.next_power_of_2(group * step.q_len))
+    is_compiled = isinstance(split_decode_kernel, triton.JITFunction)
     return {
         "num_kv_heads": layer.num_kv_heads,
         "group": group,
@@ -360,12 +418,12 @@ def constants(shape: DecodeShape, step: DecodeStep, page_size: int) -> dict[str,
         "batch_lanes": next(
             (lanes for lanes in BATCH_LANES if batch_size <= lanes), triton.next_power_of_2(batch_size)
         ),
-        "merged_rows": merged_rows,
-        "merged_parts": max(1, MERGED_NUMBERS // (merged_rows * lanes)),
+        "merged_parts": MERGED_NUMBERS // lanes,
         "stages": tiles.num_stages,
-        # Not in Triton's interpreter.
-        "has_ptx": isinstance(split_decode_kernel, triton.JITFunction),
+        "has_ptx": is_compiled,
         "is_dependent": tiles.is_dependent,
+        # The interpreter runs one program after the other: none may wait for a later one.
+        "is_shared": tiles.shares_merging and is_compiled,
     }
 
 
@@ -376,6 +434,8 @@ def options(tiles: Tiles) -> dict[str, Any]:
         found["maxnreg"] = tiles.max_registers
     if tiles.is_dependent:
         found["launch_pdl"] = True
+    if tiles.shares_merging:  # a launch whose programs would not all run at once is refused
+        found["launch_cooperative_grid"] = True
     return found
 
 

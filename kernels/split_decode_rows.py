@@ -194,41 +194,62 @@ def clear_padding(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def merged(  # type: ignore[no-untyped-def]
+def merge_rows(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    sinks,
     parts,
     part_stats,
+    v_scale,
     first,
     last,
     first_row,
-    num_rows,
+    row_step,
+    q_start,
+    q_len,
+    head,
+    out_row_stride,
+    out_head_stride,
+    lse_row_stride,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
     block_m: tl.constexpr,
     lanes: tl.constexpr,
-    merged_rows: tl.constexpr,
     merged_parts: tl.constexpr,
 ):
-    """The sum of some rows of a tile's parts, from the program where it begins to the one where it ends.
+    """Merge some rows of a tile, each over its parts from the program where it begins to the one where it ends.
 
-    Several parts are fetched at once: one by one, each would cost a way to the L2 cache and back.
+    Rows `first_row`, `first_row + row_step` and so on; of one row a few parts a turn, whose next turn is on its way.
+    All turns of all rows are one short loop: what runs once is fetched, instruction by instruction, as it runs.
     """
-    row, lane = first_row + tl.arange(0, merged_rows), tl.arange(0, lanes)
-    place = row[:, None] * lanes + lane[None, :]
-    total = tl.zeros([merged_rows, lanes], tl.float32)
-    top = tl.full([merged_rows], float("-inf"), tl.float32)
-    denominator = tl.zeros([merged_rows], tl.float32)
-    for next_program in tl.range(first, last + 1, merged_parts, num_stages=3):
-        program = next_program + tl.arange(0, merged_parts)
-        part = (2 * program + (program == first).to(tl.int32)).to(tl.int64) * block_m
-        is_there = (program <= last)[:, None] & (row < num_rows)[None, :]
+    place, lane = tl.arange(0, merged_parts), tl.arange(0, lanes)
+    row, program = first_row, first
+    rows = tl.maximum(tl.cdiv(q_len * group - first_row, row_step), 0)
+    total, denominator = tl.zeros([1, lanes], tl.float32), tl.zeros([1], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    for _ in tl.range(0, rows * tl.cdiv(last - first + 1, merged_parts), num_stages=3):
+        programs = program + place
+        part_row = (2 * programs + (programs == first).to(tl.int32)).to(tl.int64) * block_m
+        is_there = programs <= last
         # Past the L1 cache, which others' writes do not reach.
-        totals = parts + (part * lanes)[:, None, None] + place[None, :, :]
-        its_total = tl.load(totals, mask=is_there[:, :, None], other=0.0, cache_modifier=".cg")
-        stats = part_stats + 2 * part[:, None] + row[None, :]
+        totals = parts + (part_row + row)[:, None] * lanes + lane[None, :]
+        its_total = tl.load(totals, mask=is_there[:, None], other=0.0, cache_modifier=".cg")
+        stats = part_stats + 2 * part_row + row
         its_top = tl.load(stats, mask=is_there, other=float("-inf"), cache_modifier=".cg")
         its_denominator = tl.load(stats + block_m, mask=is_there, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(its_top, 0))
+        new_top = tl.maximum(top, tl.max(its_top, 0, keep_dims=True))
         safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        factor, its_factor = tl.exp2(top - safe_top), tl.exp2(its_top - safe_top[None, :])
-        total = total * factor[:, None] + tl.sum(its_total * its_factor[:, :, None], 0)
-        denominator = denominator * factor + tl.sum(its_denominator * its_factor, 0)
+        factor, its_factor = tl.exp2(top - safe_top), tl.exp2(its_top - safe_top)
+        total = total * factor[:, None] + tl.sum(its_total * its_factor[:, None], 0, keep_dims=True)
+        denominator = denominator * factor + tl.sum(its_denominator * its_factor, 0, keep_dims=True)
         top = new_top
-    return total, top, denominator
+        program += merged_parts
+        is_end = program > last
+        if is_end:
+            write_rows(
+                out, lse, sinks, total, top, denominator, v_scale, q_start, q_len, head, row,
+                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, 1, lanes,
+            )  # fmt: skip
+        total, denominator = tl.where(is_end, 0.0, total), tl.where(is_end, 0.0, denominator)
+        top = tl.where(is_end, float("-inf"), top)
+        row, program = row + tl.where(is_end, row_step, 0), tl.where(is_end, first, program)

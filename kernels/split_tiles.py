@@ -13,6 +13,7 @@ MAX_SMALL_ROWS = 32
 # More sums than this do not fit the registers.
 MAX_SUMS = 64 * 256
 TURN_BYTES = 32 * 1024
+HOPPER = 9
 # GPUs with 100 KiB of shared memory a multiprocessor.
 SMALL_CAPABILITIES = ((8, 6), (8, 9), (12, 0), (12, 1))
 FLOAT_BYTES = 4
@@ -35,6 +36,8 @@ class Tiles:
         max_registers: registers a thread, where fewer than the compiler takes let more programs share a multiprocessor.
         is_dependent: whether a launch may begin before the one before it in the stream has ended (SM90 and newer). It
             reads the batch's lengths before that one's end, which must not write them.
+        shares_merging: whether the programs of a tile wait for each other's parts and merge a share of its rows each,
+            for which all programs of a launch must run at once; else the last to arrive merges all rows.
     """
 
     block_n: int
@@ -45,6 +48,7 @@ class Tiles:
     max_parts: int = 64
     max_registers: int | None = None
     is_dependent: bool = False
+    shares_merging: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,10 @@ def choose_tiles(layer: LayerParams, rows: int, capability: tuple[int, int] | No
     if rows > MIN_ROWS:  # with so many registers that a second program would have none left
         most_stages = 3 if layer.kv_dtype.itemsize == 1 else 4
         return Tiles(block_n=block_n, num_warps=8, num_stages=2 if is_small else most_stages, programs_per_sm=1)
-    return Tiles(block_n=block_n, num_warps=4, num_stages=2 if is_small else 3, programs_per_sm=2)
+    # Elsewhere it is not known that two programs fit a multiprocessor.
+    is_hopper = capability is not None and capability[0] == HOPPER
+    stages = 2 if is_small else 3
+    return Tiles(block_n=block_n, num_warps=4, num_stages=stages, programs_per_sm=2, shares_merging=is_hopper)
 
 
 def most_rows(head_dim: int) -> int:

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from ci.console import UserError, run_main, say
-from vllm_attn_plugin.kernels import KernelInputs, Phase, split_kv_cache
+from vllm_attn_plugin.kernels import KernelInputs, NewKV, Phase, split_kv_cache
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 from vllm_attn_plugin.kernels.split_decode import SplitDecodeKernel
 from vllm_attn_plugin.kernels.split_tiles import Tiles
 from vllm_attn_plugin.kernels.timed_batch import Pool, Shape, decode_point, gpu_name
 from vllm_attn_plugin.kernels.timing import Clock, CudaClock, Runner, make_runner, measure, prepare
 from vllm_attn_plugin.kernels.tuning import Configuration
+from vllm_attn_plugin.metadata import PagedBatch
 
 PROGRAM = "ci.gpu.sweep_split_decode"
 # How far a result may lie from the first one's, as a part of its largest number.
@@ -48,6 +49,8 @@ GRIDS = {
 PROGRAMS_PER_SM = (1, 2, 3, 4)
 # A multiprocessor's registers, the most that a thread may have, and below how many it is not worth a try.
 REGISTERS, MOST_REGISTERS, LEAST_REGISTERS = 65536, 255, 96
+# The last program to arrive at a tile, or all of the tile's.
+MERGING = ("last", "shared")
 # One long request among short ones: the kernel of even pieces is made for it.
 LONG, SHORT = 30_000, 200
 
@@ -91,6 +94,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tiles", nargs="+", help="such as 64,4,3,2: keys, warps, turns, programs an SM; default a grid"
     )
     parser.add_argument("--min-blocks", type=int, nargs="+", default=[1], help="least blocks a program; default 1")
+    parser.add_argument("--max-parts", type=int, nargs="+", default=[64], help="most parts of a tile; default 64")
+    parser.add_argument(
+        "--merging", nargs="+", choices=MERGING, default=list(MERGING), help="who merges a tile's parts; default both"
+    )
+    parser.add_argument("--writes", action="store_true", help="let the kernel write each request's last key and value")
     parser.add_argument("--dependent", action="store_true", help="launch each layer before the one before it has ended")
     parser.add_argument("--peers", nargs="*", default=[], choices=KERNELS, help="other kernels to time beside it")
     parser.add_argument("--output", type=Path, default=Path("sweep.json"), help="where to write; default sweep.json")
@@ -126,11 +134,12 @@ def tiles_of(options: argparse.Namespace, kv_dtype: str) -> Iterator[Tiles]:
         named = [tuple(map(int, name.split(","))) for name in options.tiles or ()]
         grid = [(*sizes, programs) for sizes, programs in product(GRIDS[kv_dtype], PROGRAMS_PER_SM)]
         asked = named or [cut for cut in grid if registers_each(cut[1], cut[3]) >= LEAST_REGISTERS]
-        for (block_n, num_warps, num_stages, programs), least in product(asked, options.min_blocks):
+        for cut, least, parts, merging in product(asked, options.min_blocks, options.max_parts, options.merging):
+            block_n, num_warps, num_stages, programs = cut
             each = registers_each(num_warps, programs)
             limit = each if each < MOST_REGISTERS else None
-            cut = (block_n, num_warps, num_stages, programs, least)
-            yield Tiles(*cut, max_registers=limit, is_dependent=options.dependent)
+            sizes = (block_n, num_warps, num_stages, programs, least, parts, limit)
+            yield Tiles(*sizes, is_dependent=options.dependent, shares_merging=merging == "shared")
     except ValueError as error:
         raise UserError(f"--tiles {' '.join(options.tiles)}: give four numbers each, such as 64,4,3,2.") from error
 
@@ -143,12 +152,21 @@ def shape_of(batch: Batch, configuration: Configuration, pool: Pool) -> Shape:
     return shape
 
 
-def runner_of(shape: Shape, tiles: Tiles) -> Runner:
+def last_kv(shape: Shape, batch: PagedBatch) -> NewKV:
+    """Keys and values of each request's last token, as a model would hand them over: those of the query's heads."""
+    last, page_size = batch.seq_lens.long() - 1, shape.engine.page_size
+    pages = batch.block_tables.gather(1, (last // page_size)[:, None])[:, 0].long()
+    rows = shape.q[batch.qo_indptr[1:].long() - 1, : shape.layer.num_kv_heads]
+    return NewKV(rows, rows, pages * page_size + last % page_size)
+
+
+def runner_of(shape: Shape, tiles: Tiles, writes: bool) -> Runner:
     """The kernel with some tiles on a shape."""
     kernel, batch = SplitDecodeKernel(Phase.DECODE, shape.layer, shape.engine, tiles), shape.batch()
+    inputs = KernelInputs(new_kv=last_kv(shape, batch) if writes else None)
 
     def run_layer(plan: Any, cache: torch.Tensor) -> None:
-        kernel.run(plan, shape.q, split_kv_cache(cache, shape.layer.kv_dtype), shape.out, KernelInputs())
+        kernel.run(plan, shape.q, split_kv_cache(cache, shape.layer.kv_dtype), shape.out, inputs)
 
     return make_runner(shape, lambda: kernel.plan(batch), run_layer, shape.out)
 
@@ -156,8 +174,8 @@ def runner_of(shape: Shape, tiles: Tiles) -> Runner:
 class Sweep:
     """Rows of one run, printed as they are found."""
 
-    def __init__(self, clock: Clock, pool: Pool) -> None:
-        self.clock, self.pool = clock, pool
+    def __init__(self, clock: Clock, pool: Pool, writes: bool = False) -> None:
+        self.clock, self.pool, self.writes = clock, pool, writes
         self.rows: list[dict[str, Any]] = []
         self.num_failed = 0
 
@@ -192,12 +210,12 @@ class Sweep:
             if not KERNELS[name].reasons_against(Phase.DECODE, shape.layer, shape.engine):
                 yield {"kernel": name}, partial(prepare, shape, name)
         for one in tiles:
-            yield {"kernel": SplitDecodeKernel.name, "tiles": asdict(one)}, partial(runner_of, shape, one)
+            yield {"kernel": SplitDecodeKernel.name, "tiles": asdict(one)}, partial(runner_of, shape, one, self.writes)
 
     def _add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         self.num_failed += "failure" in row
-        print(f"{row['configuration']} {row['batch']:>16} {label(row):<44}", times(row), flush=True)
+        print(f"{row['configuration']} {row['batch']:>16} {label(row):<56}", times(row), flush=True)
 
 
 def label(row: dict[str, Any]) -> str:
@@ -206,7 +224,8 @@ def label(row: dict[str, Any]) -> str:
         return str(row["kernel"])
     tiles = Tiles(**row["tiles"])
     sizes = f"{tiles.block_n},{tiles.num_warps},{tiles.num_stages},{tiles.programs_per_sm}"
-    return f"{row['kernel']} {sizes} min_blocks {tiles.min_blocks}"
+    merging = MERGING[tiles.shares_merging]
+    return f"{row['kernel']} {sizes} blocks {tiles.min_blocks} parts {tiles.max_parts} {merging}"
 
 
 def times(row: dict[str, Any]) -> str:
@@ -241,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     tiles = {kv_dtype: list(tiles_of(options, kv_dtype)) for kv_dtype in options.kv_dtypes}
     if not torch.cuda.is_available():
         raise UserError("the sweep measures on an NVIDIA GPU, and torch finds none.")
-    sweep = Sweep(CudaClock(), Pool())
+    sweep = Sweep(CudaClock(), Pool(), options.writes)
     for kv_dtype in options.kv_dtypes:
         num_qo_heads, num_kv_heads, head_dim = options.heads
         sizes = (num_qo_heads, num_kv_heads, head_dim, options.page_size)
