@@ -111,7 +111,7 @@ class SplitDecodeKernel(AttentionKernel):
         lse: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionKernel.run`."""
-        from vllm_attn_plugin.kernels.split_decode_kernel import split_decode
+        from vllm_attn_plugin.kernels.split_decode_launch import split_decode
 
         split_decode(
             q,

@@ -1,4 +1,4 @@
-"""The split decode kernel's numbers on the device: products over any cache, softmax, finished rows, merged parts."""
+"""The split decode kernel's numbers on the device: products over any cache, softmax, finished rows."""
 
 import triton
 import triton.language as tl
@@ -191,65 +191,3 @@ def clear_padding(  # type: ignore[no-untyped-def]
         tl.store(out + row * out_row_stride + head * out_head_stride + lane, nothing, mask=lane < head_dim)
         if lse is not None:
             tl.store(lse + row * lse_row_stride + head, float("-inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def merge_rows(  # type: ignore[no-untyped-def]
-    out,
-    lse,
-    sinks,
-    parts,
-    part_stats,
-    v_scale,
-    first,
-    last,
-    first_row,
-    row_step,
-    q_start,
-    q_len,
-    head,
-    out_row_stride,
-    out_head_stride,
-    lse_row_stride,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_m: tl.constexpr,
-    lanes: tl.constexpr,
-    merged_parts: tl.constexpr,
-):
-    """Merge some rows of a tile, each over its parts from the program where it begins to the one where it ends.
-
-    Rows `first_row`, `first_row + row_step` and so on; of one row a few parts a turn, whose next turn is on its way.
-    All turns of all rows are one short loop: what runs once is fetched, instruction by instruction, as it runs.
-    """
-    place, lane = tl.arange(0, merged_parts), tl.arange(0, lanes)
-    row, program = first_row, first
-    rows = tl.maximum(tl.cdiv(q_len * group - first_row, row_step), 0)
-    total, denominator = tl.zeros([1, lanes], tl.float32), tl.zeros([1], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
-    for _ in tl.range(0, rows * tl.cdiv(last - first + 1, merged_parts), num_stages=3):
-        programs = program + place
-        part_row = (2 * programs + (programs == first).to(tl.int32)).to(tl.int64) * block_m
-        is_there = programs <= last
-        # Past the L1 cache, which others' writes do not reach.
-        totals = parts + (part_row + row)[:, None] * lanes + lane[None, :]
-        its_total = tl.load(totals, mask=is_there[:, None], other=0.0, cache_modifier=".cg")
-        stats = part_stats + 2 * part_row + row
-        its_top = tl.load(stats, mask=is_there, other=float("-inf"), cache_modifier=".cg")
-        its_denominator = tl.load(stats + block_m, mask=is_there, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(its_top, 0, keep_dims=True))
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        factor, its_factor = tl.exp2(top - safe_top), tl.exp2(its_top - safe_top)
-        total = total * factor[:, None] + tl.sum(its_total * its_factor[:, None], 0, keep_dims=True)
-        denominator = denominator * factor + tl.sum(its_denominator * its_factor, 0, keep_dims=True)
-        top = new_top
-        program += merged_parts
-        is_end = program > last
-        if is_end:
-            write_rows(
-                out, lse, sinks, total, top, denominator, v_scale, q_start, q_len, head, row,
-                out_row_stride, out_head_stride, lse_row_stride, group, head_dim, 1, lanes,
-            )  # fmt: skip
-        total, denominator = tl.where(is_end, 0.0, total), tl.where(is_end, 0.0, denominator)
-        top = tl.where(is_end, float("-inf"), top)
-        row, program = row + tl.where(is_end, row_step, 0), tl.where(is_end, first, program)

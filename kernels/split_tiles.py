@@ -1,6 +1,7 @@
 """How the split decode kernel cuts its work: sizes by what a layer is, and the memory that those sizes take."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ HOPPER = 9
 # GPUs with 100 KiB of shared memory a multiprocessor.
 SMALL_CAPABILITIES = ((8, 6), (8, 9), (12, 0), (12, 1))
 FLOAT_BYTES = 4
+# What CUDA keeps of a multiprocessor's shared memory for each program; what a thread takes of its registers at most.
+RESERVED_SHARED_BYTES, MOST_REGISTERS, WARP_THREADS = 1024, 256, 32
 # Room for one count a program, whatever their number: layers that differ in it share the buffer.
 ARRIVAL_BYTES = 64 * 1024
 MAX_PROGRAMS = ARRIVAL_BYTES // FLOAT_BYTES
@@ -113,17 +116,41 @@ def choose_tiles(layer: LayerParams, rows: int, capability: tuple[int, int] | No
     """
     lanes = _power_of_two(layer.head_dim)
     is_small = capability in SMALL_CAPABILITIES
+    # Elsewhere nobody has tried whether all programs run at once.
+    is_shared = capability is not None and capability[0] == HOPPER
     if rows > MAX_SMALL_ROWS:
         block_n = 32 if lanes * rows > 64 * 128 else 64
-        return Tiles(block_n=block_n, num_warps=8, num_stages=2, programs_per_sm=1)
+        return Tiles(block_n, num_warps=8, num_stages=2, programs_per_sm=1, shares_merging=is_shared)
     block_n = min(TURN_BYTES // (2 * lanes * layer.kv_dtype.itemsize), 128)
     if rows > MIN_ROWS:  # with so many registers that a second program would have none left
-        most_stages = 3 if layer.kv_dtype.itemsize == 1 else 4
-        return Tiles(block_n=block_n, num_warps=8, num_stages=2 if is_small else most_stages, programs_per_sm=1)
-    # Elsewhere it is not known that two programs fit a multiprocessor.
-    is_hopper = capability is not None and capability[0] == HOPPER
+        stages = 2 if is_small else 3 if layer.kv_dtype.itemsize == 1 else 4
+        return Tiles(block_n, num_warps=8, num_stages=stages, programs_per_sm=1, shares_merging=is_shared)
     stages = 2 if is_small else 3
-    return Tiles(block_n=block_n, num_warps=4, num_stages=stages, programs_per_sm=2, shares_merging=is_hopper)
+    return Tiles(block_n, num_warps=4, num_stages=stages, programs_per_sm=2, shares_merging=is_shared)
+
+
+def check_residency(tiles: Tiles, shared_bytes: int, gpu: Any) -> None:
+    """Refuse to launch programs that would wait for others that cannot run beside them.
+
+    Args:
+        tiles: how many programs a multiprocessor is to run, of how many warps.
+        shared_bytes: shared memory of a program.
+        gpu: `torch.cuda.get_device_properties` of the device.
+
+    Raises:
+        RuntimeError: a multiprocessor does not hold so many.
+    """
+    needs = {
+        "bytes of shared memory": (shared_bytes + RESERVED_SHARED_BYTES, gpu.shared_memory_per_multiprocessor),
+        "registers": (tiles.num_warps * WARP_THREADS * MOST_REGISTERS, gpu.regs_per_multiprocessor),
+    }
+    for what, (needed, limit) in needs.items():
+        if tiles.programs_per_sm * needed > limit:
+            raise RuntimeError(
+                f"triton-decode would run {tiles.programs_per_sm} programs of {needed} {what} on each multiprocessor "
+                f"of {gpu.name}, which has {limit}, and they would wait for each other for ever; set "
+                "VLLM_ATTN_PLUGIN_DECODE_KERNEL to another kernel, and report this."
+            )
 
 
 def most_rows(head_dim: int) -> int:

@@ -19,7 +19,9 @@ from vllm_attn_plugin.kernels.split_tiles import (
     ARRIVAL_BYTES,
     DecodeShape,
     DecodeStep,
+    Tiles,
     block_rows,
+    check_residency,
     choose_tiles,
     cut_memory,
     most_rows,
@@ -154,8 +156,18 @@ class Target:
     writes_kv: bool = False
 
 
+@dataclass(frozen=True)
+class HopperGpu:
+    """What torch says of an H200."""
+
+    name: str = "NVIDIA H200"
+    shared_memory_per_multiprocessor: int = 228 * 1024
+    regs_per_multiprocessor: int = 65536
+
+
 TARGETS = [
     Target(90),
+    Target(90, group=16),
     Target(90, writes_kv=True),
     Target(90, kv_dtype=E4M3, is_dependent=True),
     Target(80, page_size=16),
@@ -163,13 +175,13 @@ TARGETS = [
 ]
 
 
-def compiled(target: Target) -> Any:
-    """The kernel as it is compiled for a target."""
+def compiled(target: Target) -> tuple[Any, Tiles]:
+    """The kernel as it is compiled for a target, and its tiles."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vllm_attn_plugin.kernels import split_decode_kernel as device
+    from vllm_attn_plugin.kernels import split_decode_launch as device
 
     layer = make_layer(
         num_qo_heads=8 * target.group, num_kv_heads=8, head_dim=target.head_dim, dtype=BF16, kv_dtype=target.kv_dtype
@@ -206,7 +218,8 @@ def compiled(target: Target) -> Any:
         device.split_decode_kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned}
     )
     # Shared memory is for the loop's turns; what else is compiled takes Triton's defaults.
-    return triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=device.options(tiles))
+    gpu = GPUTarget("cuda", target.capability, 32)
+    return triton.compile(source, target=gpu, options=device.options(tiles)), tiles
 
 
 def disassembled(kernel: Any, binary: Path) -> str:
@@ -223,8 +236,11 @@ def check_compiled(target: Target, folder: Path) -> None:
 
     What is needed again behind the loop alone may be spilled before it.
     """
-    kernel = compiled(target)
+    kernel, tiles = compiled(target)
     assert kernel.metadata.shared <= SHARED_BYTES[target.capability]
+    assert tiles.shares_merging == (target.capability == 90)
+    if tiles.shares_merging:
+        check_residency(tiles, kernel.metadata.shared, HopperGpu())
     instructions = disassembled(kernel, folder / "kernel.cubin")
     loop = instructions[instructions.index("HMMA") : instructions.rindex("HMMA")]
     assert not re.findall(r"\b(?:LDL|STL)\b.*", loop), "registers are spilled"
@@ -235,6 +251,13 @@ def check_compiled(target: Target, folder: Path) -> None:
     if not target.writes_kv:  # of a row of new keys each thread has a number or two
         assert not re.search(r"ld\.global\S*\.[bu](8|16)\b", kernel.asm["ptx"])
     assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == target.is_dependent
+
+
+@pytest.mark.parametrize(("kilobytes", "num_warps", "message"), [(114, 4, "shared memory"), (40, 8, "registers")])
+def test_programs_that_would_wait_for_ever_are_refused(kilobytes: int, num_warps: int, message: str) -> None:
+    tiles = Tiles(block_n=64, num_warps=num_warps, num_stages=3, programs_per_sm=2, shares_merging=True)
+    with pytest.raises(RuntimeError, match=f"2 programs of .* {message} .* H200.*VLLM_ATTN_PLUGIN_DECODE_KERNEL"):
+        check_residency(tiles, kilobytes * 1024, HopperGpu())
 
 
 @needs_triton

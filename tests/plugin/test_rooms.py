@@ -17,6 +17,8 @@ DEVICE_FILES = {
     "kernels/quantize_kernel.py": "vllm_attn_plugin.kernels.quantize_kernel",
     "kernels/split_decode_blocks.py": "vllm_attn_plugin.kernels.split_decode_blocks",
     "kernels/split_decode_kernel.py": "vllm_attn_plugin.kernels.split_decode_kernel",
+    "kernels/split_decode_launch.py": "vllm_attn_plugin.kernels.split_decode_launch",
+    "kernels/split_decode_merge.py": "vllm_attn_plugin.kernels.split_decode_merge",
     "kernels/split_decode_rows.py": "vllm_attn_plugin.kernels.split_decode_rows",
 }
 # FlashAttention 3 comes with vLLM: a library of kernels, which knows nothing of its engine.
