@@ -108,6 +108,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default both")
     add("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], help="of the tasks; default 1 to 5")
     add("--faults", nargs="+", choices=names, default=names, help="of the logprobs; default all")
+    add("--jobs", type=int, default=1, help="engines side by side; default 1")
+    add("--seconds", type=float, help="stop asking tasks after so long, and judge what is there")
     add("--gpu", default="0", help="which GPU serves the logprobs")
     add("--logs", type=Path, default=Path("accuracy-logs"), help="a folder for answers and logs")
     add("--output", type=Path, help="of the logprobs; default ci/results/<gpu>/accuracy_logprobs.json")
@@ -122,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     statuses = []
     if "tasks" in options.parts:
         seeds = [str(seed) for seed in options.seeds]
-        statuses.append(evidence.main(["--device", "gpu", "--folder", str(options.logs / "tasks"), "--seeds", *seeds]))
+        words = ["--device", "gpu", "--folder", str(options.logs / "tasks"), "--jobs", str(options.jobs)]
+        limit = [] if options.seconds is None else ["--seconds", str(options.seconds)]
+        statuses.append(evidence.main([*words, *limit, "--seeds", *seeds]))
     if "logprobs" in options.parts:
         machine = this_machine("gpu")
         output = options.output or ROOT / "ci/results" / machine.label / "accuracy_logprobs.json"

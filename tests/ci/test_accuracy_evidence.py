@@ -56,7 +56,12 @@ class TestCases:
     def test_on_a_gpu_there_is_a_second_baseline_and_faults_run_without_graphs(self):
         cases = cases_of("smollm2", [1], 0, "gpu")
         assert Case("smollm2", 1, SOUND, "peer") in cases
-        assert {case.group for case in cases if case.what in FAULTS} == {"faulty", "drafts"}
+        groups = {fault: {case.group for case in cases if case.what == fault} for fault in FAULTS}
+        assert groups["scale"] == groups["dirty-counters"] == {"faulty", "flashinfer"}
+        assert groups["kv-dtype"] == {"faulty"}
+        assert groups["prefill-indptr"] == {"flashinfer"}
+        assert (groups["draft-mask"], groups["table-by-tokens"]) == ({"drafts"}, {"flashinfer-drafts"})
+        assert engine_of("flashinfer-drafts", "gpu")[1]["speculative_config"]
         assert engine_of("faulty", "gpu")[1]["enforce_eager"]
         assert engine_of("custom", "gpu") == ("CUSTOM", {})
         assert engine_of("peer", "gpu")[0] == "FLASHINFER"
