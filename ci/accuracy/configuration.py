@@ -24,12 +24,20 @@ ENGINE_ARGS: dict[str, dict[str, Any]] = {
         # More, and the logits of a scored step over Gemma's vocabulary take 9 GB.
         "max_num_batched_tokens": 1024,
     },
-    "gpu": {"dtype": "bfloat16", "max_model_len": 8192},
+    "gpu": {
+        "dtype": "bfloat16",
+        "max_model_len": 8192,
+        # As above: each engine must leave room for the others.
+        "max_num_batched_tokens": 2048,
+        # A size, since engines side by side would take each other's memory for their own.
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 3 << 30,
+    },
 }
 # As on a GPU: vLLM's 128 for CPUs would let a fault of last pages act on one token in 128. CPU_ATTN takes no 16.
 CANDIDATE_ARGS: dict[str, dict[str, Any]] = {"cpu": {"block_size": 16}, "gpu": {}}
 GPU_CONCURRENCY = 64
-MOST_SHARED = 48  # items of a task on a GPU where a share of them is asked for
+MOST_SHARED = 32  # items of a task on a GPU where a share of them is asked for
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # Set before vLLM is imported, unless the user has: two thousand tokens of each of 48 requests and more for either
 # model, and no core kept for an API server, which does not run beside an offline engine.

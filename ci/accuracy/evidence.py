@@ -13,7 +13,10 @@ import json
 import shlex
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = options.device
     wanted = [case for model in options.models for case in cases_of(model, options.seeds, options.orders, device)]
     if not options.judge:
-        answer_all(wanted, options.folder, device)
+        answer_all(wanted, options.folder, device, options.jobs, options.seconds)
     rows = judge_all([case for case in wanted if is_done(case, options.folder)], options.folder, device)
     document = document_of(options, rows, len(wanted), arguments or sys.argv[1:])
     path = keep(document, options.output, this_machine(device), "accuracy_faults.json")
@@ -60,7 +63,10 @@ def document_of(options: argparse.Namespace, rows: list[Row], wanted: int, argum
         "models": {model: in_words(settings_for(model, options.device, 1)) for model in options.models},
         "thresholds": asdict(thresholds_of(options.device)),
         "baseline_reused": "the baseline's answers to a seed's items serve every run of that seed",
-        "faults": {name: {"says": f.says, "acts_on": f.acts_on, "needs": f.needs} for name, f in FAULTS.items()},
+        "faults": {
+            name: {"says": f.says, "acts_on": f.acts_on, "needs": f.needs, "kernels": f.kernels}
+            for name, f in FAULTS.items()
+        },
         "rows": rows,
     }
 
@@ -74,29 +80,64 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--orders", type=int, default=1, help="runs a seed of the baseline against itself; default 1")
     add("--device", choices=DEVICES, default=detect_device(), help="default gpu where nvidia-smi lists one")
     add("--folder", type=Path, default=cache_dir() / "accuracy/evidence", help="for the answers")
+    add("--jobs", type=int, default=1, help="engines side by side; default 1")
+    add("--seconds", type=float, help="stop asking after so long, and judge what is there")
     add("--judge", action="store_true", help="judge what is there, start nothing")
     add("--output", type=Path, help="where to write; default ci/results/<machine>/accuracy_faults.json")
     return parser.parse_args(arguments)
 
 
-def answer_all(cases: Iterable[Case], folder: Path, device: str) -> None:
-    """Answer what is not done, an engine after the other; one that a fault has stopped is started anew."""
+def answer_all(cases: Iterable[Case], folder: Path, device: str, jobs: int = 1, seconds: float | None = None) -> None:
+    """Answer what is not done with up to `jobs` engines side by side, until all is or the seconds are over."""
+    cases = list(cases)
+    deadline = time.monotonic() + (seconds or float("inf"))
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.model, case.group), []).append(case)
-    for group in groups.values():
-        while left := [case for case in group if not is_done(case, folder)]:
-            words = [json.dumps([asdict(case) for case in left]), "--folder", str(folder), "--device", device]
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"{left[0].model}-{left[0].group}.log").open("ab") as log:
-                done = subprocess.run(
-                    [sys.executable, "-m", "ci.accuracy.evidence_runs", *words], stdout=log, stderr=log, check=False
-                )
-            if done.returncode != 0 and len([case for case in group if not is_done(case, folder)]) == len(left):
-                raise UserError(
-                    f"the engine for {left[0].model} ({left[0].group}) answered none of {len(left)} runs and ended "
-                    f"with status {done.returncode}: read its log in {folder}."
-                )
+    ended = threading.Event()
+    reporter = threading.Thread(target=report, args=(cases, folder, ended), daemon=True)
+    reporter.start()
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            pending = [pool.submit(answer_group, group, folder, device, deadline) for group in groups.values()]
+        problems = [error for one in pending if (error := one.exception()) is not None]
+    finally:
+        ended.set()
+        reporter.join()
+    for problem in problems:
+        if jobs == 1 or not isinstance(problem, UserError):
+            raise problem
+        say(str(problem))  # the other engines' answers are judged all the same
+
+
+def report(cases: Sequence[Case], folder: Path, ended: threading.Event) -> None:
+    """A line for each run that is done."""
+    left = [case for case in cases if not is_done(case, folder)]
+    while not ended.wait(2.0) or left:
+        for case in [case for case in left if is_done(case, folder)]:
+            left.remove(case)
+            say(f"{len(cases) - len(left)} of {len(cases)} done: {case.folder} ({time.strftime('%H:%M:%S')})")
+        if ended.is_set():
+            return
+
+
+def answer_group(group: Sequence[Case], folder: Path, device: str, deadline: float) -> None:
+    """Answer the runs of one engine; one that a fault has stopped is started anew."""
+    while (left := [case for case in group if not is_done(case, folder)]) and time.monotonic() < deadline:
+        words = [json.dumps([asdict(case) for case in left]), "--folder", str(folder), "--device", device]
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "ci.accuracy.evidence_runs", *words]
+        remaining = None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0)
+        with (folder / f"{left[0].model}-{left[0].group}.log").open("ab") as log:
+            try:
+                status = subprocess.run(command, stdout=log, stderr=log, check=False, timeout=remaining).returncode
+            except subprocess.TimeoutExpired:
+                return
+        if status != 0 and len([case for case in group if not is_done(case, folder)]) == len(left):
+            raise UserError(
+                f"the engine for {left[0].model} ({left[0].group}) answered none of {len(left)} runs and ended "
+                f"with status {status}: read its log in {folder}."
+            )
 
 
 def thresholds_of(device: str) -> Thresholds:
@@ -120,7 +161,8 @@ def judge_all(cases: Sequence[Case], folder: Path, device: str) -> list[Row]:
 
 def judge(case: Case, baseline: Case, folder: Path, device: str) -> Row:
     """One row: what came out, whether it should, and how far scores fell."""
-    row: Row = {"model": case.model, "seed": case.seed, "what": case.what, "drafts": case.group == "drafts"}
+    row: Row = {"model": case.model, "seed": case.seed, "what": case.what, "drafts": "drafts" in case.group}
+    row |= {"group": case.group, "kernels": kernels_of(case, folder)}
     row |= {"against": engine_of(baseline.group, device)[0] or BASELINES[device]}
     error = folder / case.folder / "error.json"
     if error.exists():
@@ -131,6 +173,12 @@ def judge(case: Case, baseline: Case, folder: Path, device: str) -> Row:
     theirs, ours = (_samples(one, chosen.ids, folder) for one in (baseline, case))
     found = compare(theirs, ours, chosen.aggregations, limits, case.seed)
     return row | verdict_of(case, found, found.faults) | sizes_of(found)
+
+
+def kernels_of(case: Case, folder: Path) -> list[str]:
+    """Those that had run in its engine; of one that stopped, none are known."""
+    kept = folder / case.folder / "samples.json"
+    return list(json.loads(kept.read_text()).get("kernels", [])) if kept.exists() else []
 
 
 def _samples(case: Case, ids: dict[str, list[int]], folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.accuracy.configuration import CPU_VARIABLES, DRAFTS, OFFLINE, settings_for
-from ci.accuracy.faults.catalogue import FAULTS
+from ci.accuracy.faults.catalogue import FAULTS, Fault
 from ci.console import say
 
 SOUND = "no fault"
@@ -42,7 +42,7 @@ class Case:
     @property
     def share(self) -> float:
         """Of each task's items that are asked."""
-        return FAULT_SHARE if self.what in FAULTS or self.group == "drafts" else 1.0
+        return FAULT_SHARE if self.what in FAULTS or "drafts" in self.group else 1.0
 
     @property
     def folder(self) -> str:
@@ -55,11 +55,29 @@ class Case:
 EAGER: dict[str, Any] = {"enforce_eager": True}
 
 
+# What serves a group on an SM90 with a cache of 16 bits: the dispatch's own choice, or FlashInfer's kernels, in which
+# the faults were that users have met. XQA's drafts need code that is compiled for each number of them.
+GROUP_KERNELS = {
+    "faulty": ("triton-decode", "vllm-fa3"),
+    "drafts": ("triton-decode", "vllm-fa3"),
+    "flashinfer": ("xqa", "flashinfer-fa3"),
+    "flashinfer-drafts": ("triton-decode", "flashinfer-fa3"),
+}
+
+
+def environment_of(group: str) -> dict[str, str]:
+    """This package's settings for a group of runs."""
+    if not group.startswith("flashinfer"):
+        return {}
+    decode, prefill = GROUP_KERNELS[group]
+    return {"VLLM_ATTN_PLUGIN_DECODE_KERNEL": decode, "VLLM_ATTN_PLUGIN_PREFILL_KERNEL": prefill}
+
+
 def engine_of(group: str, device: str) -> tuple[str, dict[str, Any]]:
     """The backend that answers a group of runs ("" for the device's baseline), and its arguments beside the device's.
 
     `baseline` and, on a GPU, `peer` are what is compared with; `custom` is ours, `drafts` ours with drafts, and
-    `faulty` ours with a fault, on a CPU the engine of `custom`.
+    `faulty` ours with a fault, on a CPU the engine of `custom`. Those named `flashinfer` are served by its kernels.
     """
     eager = EAGER if device == "gpu" else {}
     engines: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,9 +85,21 @@ def engine_of(group: str, device: str) -> tuple[str, dict[str, Any]]:
         "peer": ("FLASHINFER", {}),
         "custom": ("CUSTOM", {}),
         "faulty": ("CUSTOM", eager),
+        "flashinfer": ("CUSTOM", {**eager, "block_size": 16}),
         "drafts": ("CUSTOM", {**eager, "speculative_config": DRAFTS}),
+        "flashinfer-drafts": ("CUSTOM", {**eager, "block_size": 16, "speculative_config": DRAFTS}),
     }
     return engines[group]
+
+
+def groups_of(fault: Fault, device: str) -> list[str]:
+    """The groups of runs that have a kernel on which a fault can act; one with drafts is enough."""
+    if device == "cpu":
+        return ["drafts" if fault.needs == "drafts" else "custom"]
+    is_drafted = fault.needs == "drafts"
+    groups = ("drafts", "flashinfer-drafts") if is_drafted else ("faulty", "flashinfer")
+    found = [group for group in groups if any(fault.acts_in(name) for name in GROUP_KERNELS[group])]
+    return found[:1] if is_drafted else found
 
 
 def has_window(model: str) -> bool:
@@ -80,7 +110,6 @@ def has_window(model: str) -> bool:
 def cases_of(model: str, seeds: Sequence[int], orders: int, device: str = "cpu") -> list[Case]:
     """Every run of a model on a device, seed by seed, so that what is done first shows something of all."""
     found: list[Case] = []
-    faulty = "custom" if device == "cpu" else "faulty"
     for seed in seeds:
         found.append(Case(model, seed, SOUND, "baseline"))
         found.append(Case(model, seed, SOUND, "custom"))
@@ -89,7 +118,7 @@ def cases_of(model: str, seeds: Sequence[int], orders: int, device: str = "cpu")
         found += [Case(model, seed, ORDER, "baseline", number + 1) for number in range(orders)]
         for name, fault in FAULTS.items():
             if device in fault.acts_on and (fault.needs != "a sliding window" or has_window(model)):
-                found.append(Case(model, seed, name, "drafts" if fault.needs == "drafts" else faulty))
+                found += [Case(model, seed, name, group) for group in groups_of(fault, device)]
     return found
 
 
@@ -107,7 +136,7 @@ class Runner:
 
     def run(self, case: Case) -> None:
         """Answer a case, keeping answers as they come; an exception of the engine is what came of it."""
-        from ci.accuracy.faults.hook import activate
+        from ci.accuracy.faults.hook import activate, served
         from vllm_attn_plugin.accuracy.items import choose_items
         from vllm_attn_plugin.accuracy.job import make_job
         from vllm_attn_plugin.accuracy.recorded import RecordedLM
@@ -143,7 +172,8 @@ class Runner:
                 target / "error.json", {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
             )
             raise
-        write_whole(target / "samples.json", {"tasks": samples, "seconds": round(time.monotonic() - started, 1)})
+        seconds = round(time.monotonic() - started, 1)
+        write_whole(target / "samples.json", {"tasks": samples, "seconds": seconds, "kernels": served()})
 
     def _ready(self, job: Any) -> Any:
         """The engine, asked in the job's order from now on, with nothing of earlier runs in its prefix cache."""
@@ -166,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [Case(**case) for case in json.loads(options.cases)]
     # In this process, so that a fault can be let in and taken out of a running engine.
     forced = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    os.environ.update({**CPU_VARIABLES, **os.environ, **OFFLINE, **forced})
+    os.environ.update({**CPU_VARIABLES, **os.environ, **OFFLINE, **forced, **environment_of(cases[0].group)})
     runner = Runner(cases[0].model, cases[0].group, options.folder, options.device)
     for case in cases:
         if not is_done(case, options.folder):

@@ -22,11 +22,14 @@ Row = dict[str, Any]
 def table_of(document: dict[str, Any]) -> str:
     """One machine's table: a row a kind of run, a column a model."""
     header = ["what", *RECIPES]
-    kinds: list[tuple[str, bool]] = list(dict.fromkeys((row["what"], row["drafts"]) for row in document["rows"]))
+    kinds = list(dict.fromkeys((row["what"], row["drafts"], beside(row)) for row in document["rows"]))
     order = [SOUND, ORDER, *FAULTS]
     lines = [
-        [title(what, is_drafted), *(cell(rows_of(document["rows"], model, what, is_drafted)) for model in RECIPES)]
-        for what, is_drafted in sorted(kinds, key=lambda kind: (order.index(kind[0]), kind[1]))
+        [
+            title(what, is_drafted) + more,
+            *(cell(rows_of(document["rows"], model, what, is_drafted, more)) for model in RECIPES),
+        ]
+        for what, is_drafted, more in sorted(kinds, key=lambda kind: (order.index(kind[0]), *kind[1:]))
     ]
     seeds = sorted({row["seed"] for row in document["rows"]})
     when = f"{document['machine']}, {document['date'][:10]}, seeds {', '.join(map(str, seeds))}"
@@ -43,9 +46,17 @@ def title(what: str, is_drafted: bool) -> str:
     return FAULTS[what].says
 
 
-def rows_of(rows: Iterable[Row], model: str, what: str, is_drafted: bool) -> list[Row]:
+def beside(row: Row) -> str:
+    """What else tells a kind of run: FlashInfer's kernels, or the second baseline."""
+    if str(row.get("group", "")).startswith("flashinfer"):
+        return ", FlashInfer's kernels"
+    return ", against FLASHINFER" if row.get("against") == "FLASHINFER" else ""
+
+
+def rows_of(rows: Iterable[Row], model: str, what: str, is_drafted: bool, more: str = "") -> list[Row]:
     """The runs of one model and kind."""
-    return [row for row in rows if (row["model"], row["what"], row["drafts"]) == (model, what, is_drafted)]
+    kind = (model, what, is_drafted, more)
+    return [row for row in rows if (row["model"], row["what"], row["drafts"], beside(row)) == kind]
 
 
 def cell(rows: list[Row]) -> str:

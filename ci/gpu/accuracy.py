@@ -13,21 +13,20 @@ Two parts, each into a result file of its own:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ci.accuracy import evidence
-from ci.accuracy.evidence_runs import SOUND
+from ci.accuracy.evidence_runs import SOUND, environment_of, groups_of
 from ci.accuracy.faults.catalogue import FAULTS
 from ci.accuracy.faulty import environment, write_plugin
 from ci.console import say
 from ci.gpu import logprobs
-from ci.gpu.logprobs import BASE, CANDIDATE, Row, Served
+from ci.gpu.logprobs import BASE, CANDIDATE, EAGER_VARIABLE, Row, Served
 from ci.gpu.record import Record, header
 from ci.machine import this_machine
 from ci.venv import ROOT
@@ -58,19 +57,12 @@ def faults_of(case: str) -> list[str]:
     return [SOUND, *(name for name, fault in FAULTS.items() if "gpu" in fault.acts_on and CASES[fault.needs] == case)]
 
 
-@contextlib.contextmanager
-def seeded(fault: str) -> Iterator[None]:
-    """Let a fault into the engines that are started meanwhile."""
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory() as folder:
-        if fault != SOUND:
-            write_plugin(Path(folder))
-            os.environ.update(environment(fault, Path(folder)))
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+def variables_of(fault: str, folder: Path) -> dict[str, str]:
+    """What an engine's environment needs for a fault: the fault, kernels on which it can act, and no graphs."""
+    if fault == SOUND:
+        return {}
+    write_plugin(folder)
+    return environment(fault, folder) | environment_of(groups_of(FAULTS[fault], "gpu")[0]) | {EAGER_VARIABLE: "1"}
 
 
 def row_of(case: str, fault: str, judged: Row) -> FaultRow:
@@ -82,22 +74,34 @@ def row_of(case: str, fault: str, judged: Row) -> FaultRow:
 
 
 def compare_case(case: str, options: argparse.Namespace, record: Record) -> None:
-    """Serve a case with the base and its peers once, then with ours, sound and with each fault."""
+    """Serve a case with the base and its peers once, and with ours, sound and with each fault; `--jobs` at a time."""
     wanted = [fault for fault in faults_of(case) if fault in options.faults]
     if not wanted:
         return
     options.logs.mkdir(parents=True, exist_ok=True)
-    served: dict[str, Served] = {}
-    for backend in (BASE, *logprobs.CASES[case].peers):
-        served[backend] = logprobs.serve(case, backend, options.gpu, options.logs, options.resume)
-    for fault in wanted:
-        folder = options.logs / fault.replace(" ", "-")
-        folder.mkdir(exist_ok=True)
-        with seeded(fault):
-            ours = logprobs.serve(case, CANDIDATE, options.gpu, folder, options.resume)
-        row = row_of(case, fault, logprobs.judge(case, {**served, CANDIDATE: ours}, {}))
-        record.add(row)
-        say(f"{row.outcome}: {case}, {fault}: mean {row.mean} of {row.mean_limit}, largest {row.largest} {row.detail}")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        theirs = {
+            backend: pool.submit(logprobs.serve, case, backend, options.gpu, options.logs, options.resume)
+            for backend in (BASE, *logprobs.CASES[case].peers)
+        }
+        ours = {fault: pool.submit(serve_with, case, fault, options) for fault in wanted}
+        for fault in wanted:
+            served = {backend: one.result() for backend, one in theirs.items()}
+            row = row_of(case, fault, logprobs.judge(case, {**served, CANDIDATE: ours[fault].result()}, {}))
+            record.add(row)
+            say(
+                f"{row.outcome}: {case}, {fault}: mean {row.mean} of {row.mean_limit}, largest {row.largest} "
+                f"{row.detail}"
+            )
+
+
+def serve_with(case: str, fault: str, options: argparse.Namespace) -> Served:
+    """Serve a case with ours and a fault."""
+    logs = options.logs / fault.replace(" ", "-")
+    logs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        variables = variables_of(fault, Path(folder))
+        return logprobs.serve(case, CANDIDATE, options.gpu, logs, options.resume, variables)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -108,6 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default both")
     add("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], help="of the tasks; default 1 to 5")
     add("--faults", nargs="+", choices=names, default=names, help="of the logprobs; default all")
+    add("--jobs", type=int, default=1, help="engines side by side; default 1")
+    add("--seconds", type=float, help="stop asking tasks after so long, and judge what is there")
     add("--gpu", default="0", help="which GPU serves the logprobs")
     add("--logs", type=Path, default=Path("accuracy-logs"), help="a folder for answers and logs")
     add("--output", type=Path, help="of the logprobs; default ci/results/<gpu>/accuracy_logprobs.json")
@@ -122,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     statuses = []
     if "tasks" in options.parts:
         seeds = [str(seed) for seed in options.seeds]
-        statuses.append(evidence.main(["--device", "gpu", "--folder", str(options.logs / "tasks"), "--seeds", *seeds]))
+        words = ["--device", "gpu", "--folder", str(options.logs / "tasks"), "--jobs", str(options.jobs)]
+        limit = [] if options.seconds is None else ["--seconds", str(options.seconds)]
+        statuses.append(evidence.main([*words, *limit, "--seeds", *seeds]))
     if "logprobs" in options.parts:
         machine = this_machine("gpu")
         output = options.output or ROOT / "ci/results" / machine.label / "accuracy_logprobs.json"

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,9 @@ SECONDS_PER_ENGINE = 420
 # An engine may take minutes to shut down; its answer is all that is wanted.
 SECONDS_TO_END = 5
 KERNELS_LINE = re.compile(r"Attention kernels: (.*)")
+
+# Set where an engine is to run without graphs, which hold what was captured whatever a seeded fault does later.
+EAGER_VARIABLE = "LOGPROBS_WITHOUT_GRAPHS"
 
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 
@@ -127,6 +130,7 @@ def run_engine(name: str, backend: str) -> dict[str, Any]:
             enable_prefix_caching=True,
             **without_weights,
             **case.engine,
+            **({"enforce_eager": True} if os.environ.get(EAGER_VARIABLE) else {}),
         )
         sampling = SamplingParams(
             temperature=0, max_tokens=NUM_TOKENS, logprobs=NUM_LOGPROBS, ignore_eos=True, detokenize=False
@@ -165,12 +169,17 @@ class Served:
     detail: str
 
 
-def serve(name: str, backend: str, gpus: str, logs: Path, resume: bool = False) -> Served:
-    """Run one engine in a process of its own, unless an answer is kept; its log goes to a file beside the answer."""
+def serve(
+    name: str, backend: str, gpus: str, logs: Path, resume: bool = False, variables: Mapping[str, str] | None = None
+) -> Served:
+    """Run one engine in a process of its own, unless an answer is kept; its log goes to a file beside the answer.
+
+    `variables` are set in its environment beside the case's.
+    """
     stem = f"{name}-{backend}".replace(",", "").replace(" ", "-")
     output, log = logs / f"{stem}.json", logs / f"{stem}.log"
     command = [sys.executable, "-W", "ignore", "-m", "ci.gpu.logprobs", "--run", name, backend, str(output)]
-    environment = os.environ | CASES[name].environment | {"CUDA_VISIBLE_DEVICES": gpus}
+    environment = os.environ | CASES[name].environment | dict(variables or {}) | {"CUDA_VISIBLE_DEVICES": gpus}
     is_late = False
     if not (resume and output.exists() and log.exists()):
         output.unlink(missing_ok=True)

@@ -56,7 +56,12 @@ class TestCases:
     def test_on_a_gpu_there_is_a_second_baseline_and_faults_run_without_graphs(self):
         cases = cases_of("smollm2", [1], 0, "gpu")
         assert Case("smollm2", 1, SOUND, "peer") in cases
-        assert {case.group for case in cases if case.what in FAULTS} == {"faulty", "drafts"}
+        groups = {fault: {case.group for case in cases if case.what == fault} for fault in FAULTS}
+        assert groups["scale"] == groups["dirty-counters"] == {"faulty", "flashinfer"}
+        assert groups["kv-dtype"] == {"faulty"}
+        assert groups["prefill-indptr"] == {"flashinfer"}
+        assert (groups["draft-mask"], groups["table-by-tokens"]) == ({"drafts"}, {"flashinfer-drafts"})
+        assert engine_of("flashinfer-drafts", "gpu")[1]["speculative_config"]
         assert engine_of("faulty", "gpu")[1]["enforce_eager"]
         assert engine_of("custom", "gpu") == ("CUSTOM", {})
         assert engine_of("peer", "gpu")[0] == "FLASHINFER"
@@ -158,6 +163,22 @@ class TestTable:
         table = table_of(self.document(nan, stopped))
         assert "log-likelihoods that are no numbers; 1 engines stopped" in table
 
+    def test_kernels_of_flashinfer_and_the_second_baseline_have_lines_of_their_own(self):
+        rows = [
+            self.row("scale", "fail", group="faulty"),
+            self.row("scale", "fail", group="flashinfer"),
+            self.row(SOUND, "pass", against="FLASHINFER"),
+            self.row(SOUND, "pass", against="FLASH_ATTN"),
+        ]
+        titles = [line.split(" | ")[0] for line in table_of(self.document(*rows)).splitlines()[4:]]
+        scale = FAULTS["scale"].says
+        assert titles == [
+            "| nothing",
+            "| nothing, against FLASHINFER",
+            f"| {scale}",
+            f"| {scale}, FlashInfer's kernels",
+        ]
+
     def test_only_what_stands_between_the_marks_is_written(self):
         text = "a\n<!-- table of m -->\nold\n<!-- end of m -->\nb\n"
         new = filled(text, {"m": self.document(self.row(SOUND, "pass")), "other": self.document()})
@@ -217,21 +238,22 @@ class TestGpu:
         assert "sliding_window" in SHAPES[tried["window"]]
         assert "speculative_config" in gpu.logprobs.CASES[tried["draft-mask"]].engine
 
-    def test_fault_is_in_the_environment_of_its_engines_alone(self):
+    def test_engine_of_a_fault_has_it_with_kernels_on_which_it_acts_and_no_graphs(self, tmp_path):
         before = dict(os.environ)
-        with gpu.seeded("scale"):
-            assert os.environ[VARIABLE] == "scale"
-            folder = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
-            assert (folder / "seeded_fault.py").exists()
+        variables = gpu.variables_of("prefill-indptr", tmp_path)
+        assert variables[VARIABLE] == "prefill-indptr"
+        assert variables["VLLM_ATTN_PLUGIN_PREFILL_KERNEL"] == "flashinfer-fa3"
+        assert variables[gpu.EAGER_VARIABLE]
+        assert variables["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+        assert (tmp_path / "seeded_fault.py").exists()
+        assert gpu.variables_of(gpu.SOUND, tmp_path) == {}
         assert dict(os.environ) == before
-        with gpu.seeded(gpu.SOUND):
-            assert VARIABLE not in os.environ
 
     def test_ours_is_served_once_for_each_fault_and_the_others_once(self, monkeypatch, tmp_path):
         served = []
 
-        def serve(name, backend, gpus, logs, resume):
-            served.append((backend, os.environ.get(VARIABLE), name))
+        def serve(name, backend, gpus, logs, resume, variables=None):
+            served.append((backend, (variables or {}).get(VARIABLE), name))
             return Served({}, [], "")
 
         monkeypatch.setattr(gpu.logprobs, "serve", serve)

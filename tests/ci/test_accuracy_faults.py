@@ -4,6 +4,7 @@ import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,11 +13,20 @@ from paged_cases import make_layer
 from vllm_doubles import make_case, run_step
 
 from ci.accuracy.evidence_runs import cases_of
-from ci.accuracy.faults.catalogue import FAULTS, WRONG_DTYPES, WrongPages, dirty_counters, moved_counters
-from ci.accuracy.faults.hook import VARIABLE, activate, activate_from_environment, remove
+from ci.accuracy.faults.catalogue import (
+    FAULTS,
+    WRONG_DTYPES,
+    Call,
+    WrongPages,
+    _in_dtype,
+    dirty_counters,
+    moved_counters,
+)
+from ci.accuracy.faults.hook import VARIABLE, _layer_of, activate, activate_from_environment, remove
 from ci.accuracy.faulty import environment, write_plugin
-from vllm_attn_plugin.kernels import Phase
+from vllm_attn_plugin.kernels import KernelInputs, KVPages, NewKV, Phase
 from vllm_attn_plugin.kernels.dispatch import KERNELS
+from vllm_attn_plugin.kernels.split_tiles import cut_memory, workspace_bytes
 from vllm_attn_plugin.settings import PREFIX
 
 DECODE = BatchSpec("decode", (1,) * 6, (5, 16, 17, 33, 64, 2))
@@ -124,19 +134,65 @@ class TestOnGpus:
 
     def test_dirty_counters(self):
         kernel = self.Kernel()
-        dirty_counters(kernel)
-        assert kernel.zeroed_memory()["counters"].count_nonzero() == 4096
+        with dirty_counters(kernel):
+            assert kernel.zeroed_memory()["counters"].count_nonzero() == 4096
+        assert not kernel.zeroed_memory()["counters"].any(), "every later run would have this fault too"
 
     def test_moved_counters_lie_on_dirty_memory(self):
         kernel = self.Kernel()
-        moved_counters(kernel)
-        moved_counters(kernel)  # as in each further call, which finds them where they are
-        assert kernel._workspace.numel() == 32 << 20
-        assert kernel.zeroed_memory()["counters"].count_nonzero() > 0
+        before = kernel._workspace
+        with moved_counters(kernel):
+            assert kernel._workspace.numel() == 32 << 20
+            assert kernel.zeroed_memory()["counters"].count_nonzero() > 0
+        assert kernel._workspace is before
+        assert not kernel.zeroed_memory()["counters"].any()
+
+    def test_moved_counters_of_the_split_decode_lie_on_its_parts(self):
+        rows, programs = 16, 4
+        memory = cut_memory(torch.zeros(workspace_bytes(programs, rows, 4096), dtype=torch.uint8), programs, rows)
+        kernel = type("K", (), {"zeroed_memory": lambda self: {"arrivals": self._memory.arrivals}})()
+        kernel._memory = memory
+        with moved_counters(kernel):
+            assert kernel._memory.arrivals.data_ptr() == memory.parts.data_ptr()
+            assert kernel._memory.arrivals.all()
+        assert kernel._memory is memory
+        assert not memory.arrivals.any()
+
+    def test_a_fault_is_let_into_its_own_kernels_alone(self):
+        assert FAULTS["scale"].acts_in("vllm-fa3")
+        assert not FAULTS["kv-dtype"].acts_in("vllm-fa3")
+        assert not FAULTS["prefill-indptr"].acts_in("vllm-fa3")
+        assert {name for fault in FAULTS.values() for name in fault.kernels} <= set(KERNELS)
+
+    def test_no_plan_is_renewed_while_a_fault_acts(self):
+        plan = object()
+        kernel = object.__new__(KERNELS["triton-decode"])
+        activate(None)
+        assert kernel.renewed(plan) is plan
+        activate("last-page")
+        assert kernel.renewed(plan) is None
+
+    def test_the_split_decode_takes_the_window_of_the_fault(self):
+        @dataclass(frozen=True)
+        class Shape:
+            layer: object
+
+        kernel = type("K", (), {})()
+        kernel.layer = make_layer(window_left=WINDOW)
+        kernel._shape = Shape(kernel.layer)
+        with _layer_of(kernel, FAULTS["window"]):
+            assert kernel._shape.layer.window_left == kernel.layer.window_left == WINDOW + 1
+        assert kernel._shape.layer.window_left == kernel.layer.window_left == WINDOW
+
+    def test_a_cache_of_16_bits_is_read_whole_in_the_other_dtype(self):
+        q = torch.ones(2, 3, 8, dtype=torch.bfloat16)
+        new = NewKV(q[:, :1], q[:, :1], torch.arange(2))
+        call = _in_dtype(Call(q, KVPages(q, q), KernelInputs(new_kv=new)), torch.float16)
+        assert call.q.dtype == call.inputs.new_kv.k.dtype == torch.float16
+        assert torch.equal(call.q, q.half())
+        assert torch.equal(call.inputs.new_kv.k.view(torch.bfloat16), new.k), "its bits changed"
 
     def test_a_block_table_is_spoiled_where_pages_are_not_listed(self):
-        from dataclasses import dataclass
-
         @dataclass
         class Batch:
             paged_kv_indices: torch.Tensor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,21 +39,28 @@ class Fault:
         says: what is wrong, in a few words.
         acts_on: where it can act: "cpu", "gpu".
         needs: what a model or engine must have for it to act; "" for nothing.
+        kernels: names of those on which it can act, and into which alone it is let; () for all. Of a fault of the
+            split, the prefill kernels beside which steps are split.
         on_batch: changes the batch that a kernel plans.
         on_call: changes what a kernel runs on.
         on_layer: changes the layer that the kernel thinks it serves.
         on_split: changes the split of a batch, given the whole of it and its parts.
-        on_counters: spoils memory that must be zero, before each run.
+        on_counters: spoils memory that must be zero, before each run, and mends it afterwards.
     """
 
     says: str
     acts_on: tuple[str, ...] = ("cpu", "gpu")
     needs: str = ""
+    kernels: tuple[str, ...] = ()
     on_batch: Callable[[Any, PagedBatch], PagedBatch] | None = None
     on_call: Callable[[Any, Call], Call] | None = None
     on_layer: Callable[[Any], Any] | None = None
     on_split: Callable[[PagedBatch, Any, Any], tuple[Any, Any]] | None = None
-    on_counters: Callable[[Any], None] | None = None
+    on_counters: Callable[[Any], AbstractContextManager[None]] | None = None
+
+    def acts_in(self, kernel_name: str) -> bool:
+        """Whether it is let into a kernel."""
+        return not self.kernels or kernel_name in self.kernels
 
 
 def read_as_contiguous(kernel: Any, call: Call) -> Call:
@@ -77,7 +85,17 @@ def wrong_kv_dtype(kernel: Any, call: Call) -> Call:
     strides = viewed.stride()
     as_k = viewed.as_strided(k.shape, strides, offset)
     as_v = viewed.as_strided(v.shape, strides, offset + dim)
-    return replace(call, kv_pages=KVPages(as_k, as_v))
+    found = replace(call, kv_pages=KVPages(as_k, as_v))
+    return found if call.q.dtype != k.dtype or not k.is_cuda else _in_dtype(found, wrong)
+
+
+def _in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    """The query in the dtype that the cache is taken for, since a GPU's kernel multiplies numbers of one dtype."""
+    new_kv = call.inputs.new_kv
+    if new_kv is not None:
+        # They are read and written as the pages are: their bits stay.
+        new_kv = new_kv._replace(k=new_kv.k.view(dtype), v=new_kv.v.view(dtype))
+    return replace(call, q=call.q.to(dtype), inputs=replace(call.inputs, new_kv=new_kv))
 
 
 def no_prefill_pages(kernel: Any, batch: PagedBatch) -> PagedBatch:
@@ -168,20 +186,46 @@ class WrongPages:
         return torch.where(drawn, pages.roll(1, -1), pages)
 
 
-def dirty_counters(kernel: Any) -> None:
+@contextmanager
+def dirty_counters(kernel: Any) -> Iterator[None]:
     """Something wrote where a kernel keeps its counters."""
     for memory in kernel.zeroed_memory().values():
         memory.view(torch.int32)[:4096].fill_(1)
+    try:
+        yield
+    finally:
+        # What is left there would be a fault of every later run of the engine.
+        for memory in kernel.zeroed_memory().values():
+            memory.zero_()
 
 
-def moved_counters(kernel: Any) -> None:
+@contextmanager
+def moved_counters(kernel: Any) -> Iterator[None]:
     """The counters are looked for in memory that an earlier call used as scratch."""
-    if kernel.zeroed_memory() and not hasattr(kernel, "counters_moved"):
-        kernel.counters_moved = True
-        workspace = kernel._workspace
-        half = workspace.numel() // 2
-        workspace[half:].view(torch.int32)[: 1 << 20].fill_(1)
-        kernel._workspace = workspace[half:]
+    if not kernel.zeroed_memory():
+        yield
+        return
+    name = "_memory" if hasattr(kernel, "_memory") else "_workspace"
+    before = getattr(kernel, name)
+    setattr(kernel, name, _counters_in_parts(before) if name == "_memory" else _second_half(before))
+    try:
+        yield
+    finally:
+        setattr(kernel, name, before)
+
+
+def _second_half(workspace: torch.Tensor) -> torch.Tensor:
+    """A workspace that begins with counters, begun half-way."""
+    half = workspace[workspace.numel() // 2 :]
+    half.view(torch.int32)[: 1 << 20].fill_(1)
+    return half
+
+
+def _counters_in_parts(memory: Any) -> Any:
+    """The split decode's arrivals where parts of tiles lie."""
+    words = memory.parts.view(torch.int32)[: memory.arrivals.numel()]
+    words.fill_(1)
+    return replace(memory, arrivals=words)
 
 
 def _lists_of(batch: PagedBatch) -> Any:
@@ -190,16 +234,31 @@ def _lists_of(batch: PagedBatch) -> Any:
     return HostLists(batch.paged_kv_indptr_cpu, batch.paged_kv_last_page_len_cpu, batch.first_key_cpu)
 
 
+COUNTING = ("triton-decode", "xqa", "trtllm-gen")
+LISTING = ("reference", "flashinfer-fa2", "flashinfer-fa3")  # prefill kernels that read page lists
+
 FAULTS = {
     "strided-query": Fault("a strided decode query is read as contiguous", on_call=read_as_contiguous),
-    "kv-dtype": Fault("the KV cache is taken for another dtype", on_call=wrong_kv_dtype),
-    "dirty-counters": Fault("counters are not zero", acts_on=("gpu",), on_counters=dirty_counters),
-    "moved-counters": Fault("counters are looked for elsewhere", acts_on=("gpu",), on_counters=moved_counters),
-    "prefill-indptr": Fault("paged_kv_indptr is zero in prefill", on_batch=no_prefill_pages),
+    # The others look at the cache's dtype themselves and refuse it.
+    "kv-dtype": Fault(
+        "the KV cache is taken for another dtype", kernels=("reference", "triton-decode"), on_call=wrong_kv_dtype
+    ),
+    "dirty-counters": Fault("counters are not zero", acts_on=("gpu",), kernels=COUNTING, on_counters=dirty_counters),
+    "moved-counters": Fault(
+        "counters are looked for elsewhere", acts_on=("gpu",), kernels=COUNTING, on_counters=moved_counters
+    ),
+    "prefill-indptr": Fault("paged_kv_indptr is zero in prefill", kernels=LISTING, on_batch=no_prefill_pages),
     "last-page": Fault("a full last page has length 0", on_batch=no_last_page),
     "window": Fault("the window is one key too wide", needs="a sliding window", on_layer=wider_window),
     "scale": Fault("the scale is applied twice", on_call=scale_twice),
-    "table-by-tokens": Fault("the page table is sliced by tokens", needs="drafts", on_split=table_by_tokens),
-    "draft-mask": Fault("the mask among drafts is dropped", needs="drafts", on_batch=no_draft_mask),
+    "table-by-tokens": Fault(
+        "the page table is sliced by tokens", needs="drafts", kernels=LISTING, on_split=table_by_tokens
+    ),
+    "draft-mask": Fault(
+        "the mask among drafts is dropped",
+        needs="drafts",
+        kernels=("reference", "triton-decode", "xqa"),
+        on_batch=no_draft_mask,
+    ),
     "wrong-page": Fault("one page in a thousand is another's", on_batch=WrongPages()),
 }
