@@ -1,9 +1,10 @@
 """What `ci.bench.build_cost` measures: its points, a row of each backend, and how the times grow."""
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 BATCH_SIZES = tuple(1 << power for power in range(11))
 SEQ_LENS = tuple(1 << power for power in range(7, 16))
@@ -101,13 +102,13 @@ class BuildRow:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and intercept of the least squares line.
+    """Slope and intercept of the line whose relative errors have the least squares.
 
-    Raises:
-        statistics.StatisticsError: there are fewer than two points.
+    Relative, because batches double: the largest alone would say where the line lies, and it is the one called least.
     """
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
-    return slope, intercept
+    sizes, times = np.array(points, dtype=np.float64).T
+    slope, intercept = np.polyfit(sizes, times, 1, w=1 / times)
+    return float(slope), float(intercept)
 
 
 def summary(rows: Iterable[BuildRow]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from ci.bench import build_cost
 from ci.bench.build_cost import measure, never_waits, parse, time_round
 from ci.bench.build_engines import BUFFER_SETS
-from ci.bench.build_rows import BuildPoint, BuildRow, growth_over_length, points_of, summary
+from ci.bench.build_rows import BuildPoint, BuildRow, growth_over_length, line_through, points_of, summary
 from ci.bench.build_steps import StepFeed
 from vllm_attn_plugin.recent_steps import MOST_KEPT, RecentSteps
 
@@ -163,6 +163,14 @@ def test_growth_is_the_line_through_the_batches_and_the_ratio_of_the_lengths() -
     assert (found["shortest"], found["longest"]) == (128, 32768)
     assert found["longest_over_shortest"] == pytest.approx(51 / 50, rel=1e-3)
     assert found["in_length"] == "flat"
+
+
+def test_the_largest_batch_alone_does_not_turn_the_line() -> None:
+    sizes = [1 << power for power in range(11)]
+    points = [(size, 100.0 + 2 * size) for size in sizes[:-1]] + [(1024, 1.5 * (100 + 2 * 1024))]
+    slope, intercept = line_through(points)
+    assert 1.9 < slope < 2.7
+    assert 90 < intercept < 105
 
 
 @pytest.mark.parametrize(
