@@ -17,6 +17,8 @@ CANDIDATE = "CUSTOM"
 # Okabe and Ito's, which most who see colours differently can tell apart; the candidate gets the first.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000", "#F0E442")
 INCHES, DOTS_PER_INCH = (10.0, 5.0), 120
+# What grows, the field that says how far, and its name on the axis.
+BUILD_PANELS = (("batch", "batch_size", "requests"), ("length", "seq_len", "tokens a request"))
 CONFIGURATION = ("phase", "kv_dtype", "page_size", "heads", "head_dim")
 
 
@@ -55,7 +57,7 @@ def _read(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise PlotError(f"{file} is no JSON ({error}): give a result file.") from error
     if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
-        raise PlotError(f"{file} has no list `rows`: name a result file of ci.bench.serve or ci.bench.kernels.")
+        raise PlotError(f"{file} has no list `rows`: name a result file of ci.bench.serve, kernels or build_cost.")
     return document
 
 
@@ -167,28 +169,35 @@ def _draw_kernel(axes: "Axes", kernel: str, rows: list[Row], colour: str) -> Non
 
 
 def build_figures(document: dict[str, Any]) -> "dict[str, Figure]":
-    """Host time of `build`: over the batch size, a line a length; and over the length, a line a batch size."""
-    rows = document["rows"]
-    figure = _figure()
-    over_batch, over_length = figure.subplots(1, 2, sharey=True)
-    _draw_build(over_batch, rows, "batch_size", "seq_len", "requests", "tokens a request")
-    _draw_build(over_length, rows, "seq_len", "batch_size", "tokens a request", "requests")
-    over_batch.set_ylabel("build(), us")
-    over_batch.set_ylim(bottom=0)
-    figure.suptitle(f"Host time of build(): {_machine(document)}".rstrip(": "), fontsize=11)
-    return {"build": figure}
+    """For each kind of step and cache, host time of `build` over the batch and over the length, a line a backend."""
+    measured = [row for row in document["rows"] if row.get("build_us")]
+    figures = {}
+    for (kv_dtype, step), rows in _by(measured, "kv_dtype", "step").items():
+        figure = _figure()
+        for axes, (over, x, label) in zip(figure.subplots(1, 2, sharey=True), BUILD_PANELS, strict=True):
+            _draw_build(axes, [row for row in rows if row["over"] == over], x, label)
+        figure.axes[0].set_ylabel("build(), us (median; bar to the 99th percentile)")
+        words = f"Host time of build(): {step}, {kv_dtype} KV cache, {_machine(document)}"
+        figure.suptitle(words.rstrip(", "), fontsize=11)
+        figures[f"{step} {kv_dtype}"] = figure
+    return figures
 
 
-def _draw_build(axes: "Axes", rows: list[Row], x: str, line: str, x_label: str, line_label: str) -> None:
-    for number, (value, found) in enumerate(sorted(_by(rows, line).items())):
-        points = sorted((row[x], row["build_us"]) for row in found)
-        axes.plot(*zip(*points, strict=True), marker=".", color=_colour(number), label=f"{line_label}: {value}")
+def _draw_build(axes: "Axes", rows: list[Row], x: str, label: str) -> None:
+    """Both scales are logarithmic: a straight line of slope one is proportional, a level one does not grow."""
+    for number, (backend, found) in enumerate(_by(rows, "backend").items()):
+        points = sorted((row[x], row["build_us"], max(0.0, row["p99_us"] - row["build_us"])) for row in found)
+        places, heights, above = zip(*points, strict=True)
+        bars = [[0.0] * len(points), above]
+        axes.errorbar(places, heights, yerr=bars, marker=".", capsize=2, color=_colour(number), label=str(backend))
     axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     values = sorted(_by(rows, x))
-    axes.set_xticks(values, [str(value) for value in values])
-    axes.set_xlabel(x_label)
+    axes.set_xticks(values, [str(value) for value in values], rotation=45)
+    axes.set_xlabel(label)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    if rows:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _by(rows: Iterable[Row], *fields: str) -> dict[Any, list[Row]]:

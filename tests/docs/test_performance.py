@@ -1,46 +1,28 @@
-"""The tables of docs/performance.md against the result files that they are of."""
+"""The tables of the page on performance say what the result files hold that they are of."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT, table
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/performance.md"
-RESULTS = ROOT / "ci/results/nvidia-h200"
+TEXT = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+THROUGHPUT, DECODES, BUILDS = (table(TEXT, name) for name in ("throughput", "decodes", "build-cost-cpu"))
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((RESULTS / name).read_text())["rows"]
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "ci/results" / name).read_text(encoding="utf-8"))
     return found
 
 
-def table_under(first_cells: str) -> list[list[str]]:
-    """The rows of the table whose header begins with some cells; each without its outer bars."""
-    lines = PAGE.read_text().splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith(first_cells))
-    body = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        body.append([cell.strip() for cell in line.strip("|").split("|")])
-    return body
-
-
-THROUGHPUT = table_under("| requests x (in, out) | CUSTOM | FLASH_ATTN | FLASHINFER-native |")
-DECODES = table_under("| heads | requests x tokens | shared |")
-
-
-def test_tables_are_there() -> None:
-    assert len(THROUGHPUT) == 5
-    assert len(DECODES) >= 15
+SERVED, SWEPT = result("nvidia-h200/serve.json")["rows"], result("nvidia-h200/sweep_triton_decode.json")["rows"]
+BUILT = result("cpu-amd-epyc/build_cost.json")
 
 
 @pytest.mark.parametrize("row", THROUGHPUT, ids=lambda row: row[0])
 def test_throughput_is_that_of_the_file(row: list[str]) -> None:
     name = row[0].replace(" x (", "x").replace(", ", "+").replace(")", "")
-    found = next(one for one in rows_of("serve.json") if one["row"] == name)
+    found = next(one for one in SERVED if one["row"] == name)
     backends = ("CUSTOM", "FLASH_ATTN", "FLASHINFER-native", "TRITON_ATTN")
     assert row[1:5] == [f"{found['backends'][backend]['output_tokens_per_s']:.1f}" for backend in backends]
     assert row[5] == f"{found['ratio']:.3f}"
@@ -52,7 +34,7 @@ def decode_us(row: list[str]) -> list[str]:
     configuration, batch = f"{heads.replace('/', 'x')}-d{dim}-", row[1].replace(" ", "")
     own = [
         one
-        for one in rows_of("sweep_triton_decode.json")
+        for one in SWEPT
         if one["configuration"].startswith(configuration)
         and one["batch"] == batch
         and not one.get("writes")
@@ -67,3 +49,23 @@ def decode_us(row: list[str]) -> list[str]:
 @pytest.mark.parametrize("row", DECODES, ids=lambda row: f"{row[0]} {row[1]}")
 def test_decodes_are_those_of_the_file(row: list[str]) -> None:
     assert row[2:] == decode_us(row)
+
+
+def build_us(step: str, backend: str, batch_size: int) -> float:
+    place: dict[str, Any] = {"step": step, "backend": backend, "over": "batch", "batch_size": batch_size}
+    (found,) = (row for row in BUILT["rows"] if all(row[name] == value for name, value in place.items()))
+    return float(found["build_us"])
+
+
+@pytest.mark.parametrize("cells", BUILDS, ids=lambda cells: "-".join(cells[:2]))
+def test_build_times_on_a_cpu_are_those_of_the_file(cells: list[str]) -> None:
+    step, backend, *numbers = cells
+    (growth,) = (one for one in BUILT["summary"] if (one["step"], one["backend"]) == (step, backend))
+    expected = [f"{build_us(step, backend, size):.0f}" for size in (1, 64, 1024)]
+    expected += [f"{growth['us_per_request']:.2f}", f"{growth['longest_over_shortest']:.2f}"]
+    assert numbers == expected
+
+
+def test_the_table_names_the_revision_that_was_measured() -> None:
+    assert f"revision {BUILT['revision']}," in TEXT
+    assert (BUILT["finished"], BUILT["failed"]) == (True, 0)

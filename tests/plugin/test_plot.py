@@ -60,12 +60,24 @@ KERNELS = {
         kernel_row("xqa", 64, 8192, 3900, "float8_e4m3fn"),
     ],
 }
+
+
+def build_row(
+    backend: str, over: str, batch_size: int, seq_len: int, build_us: float | None, step: str = "decode"
+) -> dict[str, Any]:
+    place = {"backend": backend, "kv_dtype": "auto", "step": step, "over": over}
+    times = {"build_us": build_us, "p99_us": None if build_us is None else build_us + 10}
+    return {**place, "batch_size": batch_size, "seq_len": seq_len, **times}
+
+
 BUILD = {
     "gpu": "NVIDIA H200",
     "rows": [
-        {"batch_size": batch_size, "seq_len": seq_len, "build_us": 30 + batch_size / 8}
-        for batch_size in (1, 256)
-        for seq_len in (128, 32768)
+        *(build_row("CUSTOM", "batch", batch_size, 2048, 30 + batch_size / 8) for batch_size in (1024, 1)),
+        *(build_row("CUSTOM", "length", 64, seq_len, 38) for seq_len in (128, 32768)),
+        *(build_row("TRITON_ATTN", "batch", batch_size, 2048, 90) for batch_size in (1, 1024)),
+        build_row("FLASHINFER", "batch", 1, 2048, None),
+        build_row("CUSTOM", "batch", 1, 2048, 70, step="mixed"),
     ],
 }
 
@@ -119,14 +131,24 @@ def test_lines_are_kernels_and_the_measured_bandwidth() -> None:
     assert set(bandwidth.get_ydata()) == {4470.4}
 
 
-def test_build_time_is_drawn_over_both_dimensions() -> None:
-    figure = figures(BUILD)["build"]
-    over_batch, over_length = figure.axes
-    assert figure.get_suptitle() == "Host time of build(): NVIDIA H200"
-    assert legend(over_batch) == ["tokens a request: 128", "tokens a request: 32768"]
-    assert legend(over_length) == ["requests: 1", "requests: 256"]
-    assert list(over_batch.get_lines()[0].get_xdata()) == [1, 256]
-    assert list(over_length.get_lines()[1].get_ydata()) == [62, 62]
+def test_build_time_is_drawn_over_the_batch_and_over_the_length_a_line_a_backend() -> None:
+    found = figures(BUILD)
+    assert list(found) == ["decode auto", "mixed auto"]
+    over_batch, over_length = found["decode auto"].axes
+    assert found["decode auto"].get_suptitle() == "Host time of build(): decode, auto KV cache, NVIDIA H200"
+    # A backend that could not run has no line.
+    assert legend(over_batch) == ["CUSTOM", "TRITON_ATTN"]
+    assert legend(over_length) == ["CUSTOM"]
+    ours, theirs = (container.lines[0] for container in over_batch.containers)
+    assert list(zip(*ours.get_data(), strict=True)) == [(1, 30.125), (1024, 158)]
+    assert list(theirs.get_ydata()) == [90, 90]
+    assert list(over_length.containers[0].lines[0].get_xdata()) == [128, 32768]
+    assert {(axes.get_xscale(), axes.get_yscale()) for axes in (over_batch, over_length)} == {("log", "log")}
+
+
+def test_bars_of_the_build_time_reach_to_the_99th_percentile() -> None:
+    bars = figures(BUILD)["decode auto"].axes[1].containers[0].lines[2][0]
+    assert [[end[1] for end in segment] for segment in bars.get_segments()] == [[38, 48], [38, 48]]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +162,7 @@ def test_build_time_is_drawn_over_both_dimensions() -> None:
                 "result-decode-32-8-heads-of-128-float8_e4m3fn-cache-pages-of-16.png",
             ],
         ),
-        (BUILD, ["result-build.png"]),
+        (BUILD, ["result-decode-auto.png", "result-mixed-auto.png"]),
     ],
 )
 def test_files_are_png_of_a_size_to_look_at(
@@ -161,7 +183,7 @@ def test_files_are_png_of_a_size_to_look_at(
 def test_charts_lie_beside_the_result_unless_told_otherwise(tmp_path: Path) -> None:
     (tmp_path / "build.json").write_text(json.dumps(BUILD))
     assert main(["plot", str(tmp_path / "build.json")]) == 0
-    assert (tmp_path / "build-build.png").exists()
+    assert (tmp_path / "build-decode-auto.png").exists()
 
 
 @pytest.mark.parametrize(
