@@ -20,6 +20,7 @@ EXPECTED_ITEMS = {
     "attn_facts": 120,
     "attn_last_word": 120,
     "attn_perplexity": 8,
+    "attn_window_edge": 25,
     "attn_arithmetic": 160,
     "attn_word_problems": 120,
     "attn_copy": 92,
@@ -28,6 +29,7 @@ EXPECTED_ITEMS = {
 TASKS = tuple(EXPECTED_ITEMS)
 # Taken here, before the fixture that gives each test a cache of its own.
 SMOLLM2 = models.model_dir("smollm2")
+GEMMA = models.model_dir("gemma")
 GEMMA_WINDOW = 512
 
 
@@ -42,6 +44,16 @@ def count_tokens():
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(SMOLLM2 / "tokenizer.json"))
     return lambda text: len(tokenizer.encode(text).ids)
+
+
+def test_text_at_the_edge_of_the_window_fills_it_and_one_sign_follows():
+    if not (GEMMA / "tokenizer.json").is_file():
+        pytest.skip("the Gemma tokenizer is not prepared (python -m ci.models gemma)")
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(GEMMA / "tokenizer.json"))
+    for record in records("window_edge"):
+        text = tokenizer.encode(record["text"]).ids
+        assert len(text) == 1 + GEMMA_WINDOW  # with the token that begins each text
+        assert tokenizer.encode(record["text"] + record["next"]).ids[:-1] == text
 
 
 @pytest.fixture(scope="module")

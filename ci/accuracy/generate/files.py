@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ci.accuracy.generate import arithmetic, facts, last_word, lists, perplexity, retrieval, word_problems
+from ci.accuracy.generate import arithmetic, facts, last_word, lists, perplexity, retrieval, window_edge, word_problems
 
 _HERE = Path(__file__).resolve().parent
 SOURCES = _HERE.parent / "sources"
@@ -35,5 +35,6 @@ def data_files() -> dict[str, bytes]:
         "copy": lists.copy(SOURCES / "last_word.yaml", _rng("copy")),
         "induction": lists.induction(SOURCES / "last_word.yaml", _rng("induction")),
         "perplexity": perplexity.build(SOURCES / "kjv_chapters.txt"),
+        "window_edge": window_edge.build(),
     }
     return {f"{task}.jsonl": _jsonl(lines) for task, lines in records.items()}
