@@ -6,8 +6,7 @@ Two parts, each into a result file of its own:
   FLASHINFER, sound and with each seeded fault (`ci.accuracy.evidence`, accuracy_faults.json);
 - logprobs: how far those of an 8B model without weights are from FLASH_ATTN's, sound and with each fault, held against
   a peer's distance (`ci.gpu.logprobs`, accuracy_logprobs.json). A fault must be beyond that bound. Those that need a
-  window or drafts act on a shape that has a window, and on SmolLM2 with drafts. A window that is one key too wide is
-  less than what 16 bits round in any score; among 128 keys and without weights it may show.
+  window or drafts act on a shape that has a window, and on SmolLM2 with drafts.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import Any
 
 WINDOW = 512
 TOKENS_A_LINE = 2
-# A line's letter and what follows the lines: two tokens and one to a tokenizer that knows line breaks, letters and signs
-# each as one, as Gemma's does. Of all such pairs those that a window one key too wide moves most, in float32.
+# A line's letter and what follows the lines: two tokens and one, to a tokenizer to which line breaks, letters and signs
+# are one each, as to Gemma's. Of all such pairs those that a window one key too wide moves most, in float32.
 PAIRS = (
     ("b", "},"),
     ("d", '"'),
