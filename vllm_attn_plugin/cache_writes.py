@@ -40,8 +40,9 @@ class CacheWrites:
         left, self._left = self._left, None
         if left is not None and left.k.data_ptr() != key.data_ptr():
             raise RuntimeError(
-                "vllm-attn-plugin was given keys to cache in one step and is asked to write them in another; set "
-                "VLLM_ATTN_PLUGIN_DECODE_KERNEL=vllm-fa3, which writes none, and report this."
+                f"vllm-attn-plugin was given keys of {len(left.k)} tokens to cache, and its attention comes with other "
+                f"keys, of {len(key)} tokens; set VLLM_ATTN_PLUGIN_DECODE_KERNEL=vllm-fa3, which writes none, and "
+                "report this."
             )
         return left
 

@@ -75,7 +75,8 @@ def test_error_that_nobody_meant_says_its_kind_and_how_to_see_more(
 def test_result_for_programs_is_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "build.json"
-    file.write_text(json.dumps({"rows": [{"batch_size": 1, "seq_len": 16, "build_us": 9.0}]}))
+    row = {"step": "decode", "kv_dtype": "auto", "backend": "CUSTOM", "over": "batch", "batch_size": 1, "seq_len": 16}
+    file.write_text(json.dumps({"rows": [{**row, "build_us": 9.0, "p99_us": 11.0}]}))
     assert main(["plot", str(file), "--json"]) == 0
     charts = json.loads(capsys.readouterr().out)["charts"]
     assert charts
