@@ -36,20 +36,21 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is not done, judge all that is; exit status 0 if every run came out as it should."""
+    """Run what is not done, judge all that is; exit status 0 if all is done and came out as it should."""
     options = parse(arguments)
     device = options.device
     wanted = [case for model in options.models for case in cases_of(model, options.seeds, options.orders, device)]
     if not options.judge:
         answer_all(wanted, options.folder, device, options.jobs, options.seconds)
-    rows = judge_all([case for case in wanted if is_done(case, options.folder)], options.folder, device)
+    done = [case for case in wanted if is_done(case, options.folder)]
+    rows = judge_all(done, options.folder, device)
     document = document_of(options, rows, len(wanted), arguments or sys.argv[1:])
     path = keep(document, options.output, this_machine(device), "accuracy_faults.json")
     wrong = [row for row in rows if not row["as_it_should"]]
     for row in wrong:
         say(f"not as it should be: {row['model']} seed {row['seed']} {row['what']}: {row['found'][:2] or 'pass'}")
-    say(f"{len(rows)} of {len(wanted)} runs judged, {len(wrong)} not as they should be; written to {path}")
-    return 0 if rows and not wrong else 1
+    say(f"{len(done)} of {len(wanted)} runs done, {len(wrong)} of {len(rows)} verdicts not as they should be; {path}")
+    return 0 if len(done) == len(wanted) and not wrong else 1
 
 
 def document_of(options: argparse.Namespace, rows: list[Row], wanted: int, arguments: Sequence[str]) -> dict[str, Any]:

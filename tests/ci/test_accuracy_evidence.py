@@ -197,6 +197,23 @@ class TestTable:
         assert [row for row in rows if not row["as_it_should"]] == []
 
 
+class TestStatus:
+    @pytest.mark.parametrize(
+        ("num_done", "as_it_should", "status"), [(2, True, 0), (1, True, 1), (0, True, 1), (2, False, 1)]
+    )
+    def test_run_that_is_not_done_or_not_as_it_should_be_fails(
+        self, monkeypatch, tmp_path, num_done, as_it_should, status
+    ):
+        cases = [Case("gemma", seed, SOUND, "custom") for seed in (1, 2)]
+        row = {"model": "gemma", "seed": 1, "what": SOUND, "as_it_should": as_it_should, "found": []}
+        monkeypatch.setattr(evidence, "cases_of", lambda *_: cases)
+        monkeypatch.setattr(evidence, "is_done", lambda case, _: case.seed <= num_done)
+        monkeypatch.setattr(evidence, "judge_all", lambda done, *_: [row for _ in done])
+        monkeypatch.setattr(evidence, "document_of", lambda *_: {})
+        monkeypatch.setattr(evidence, "keep", lambda *_: tmp_path)
+        assert evidence.main(["--models", "gemma", "--device", "cpu", "--judge"]) == status
+
+
 class TestGate:
     def test_command_of_a_model_on_a_cpu(self, models):
         options = gate.parse(["--models", "gemma", "--device", "cpu", "--", "--seed", "7"])
