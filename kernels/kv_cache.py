@@ -143,6 +143,37 @@ class NewKV(NamedTuple):
     slot_mapping: torch.Tensor
 
 
+def check_halves(kv_pages: KVPages) -> None:
+    """Refuse pages whose keys and values lie differently.
+
+    Args:
+        kv_pages: each `[num_pages, num_kv_heads, page_size, head_dim]`.
+
+    Raises:
+        ValueError: their strides differ.
+    """
+    if kv_pages.k.stride() != kv_pages.v.stride():
+        raise ValueError(
+            f"the pages of keys have strides {kv_pages.k.stride()}, those of values {kv_pages.v.stride()}; "
+            "they must be halves of one cache."
+        )
+
+
+def check_dense_rows(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse new keys and values whose numbers do not lie side by side.
+
+    Args:
+        k, v: `[num_tokens or more, num_kv_heads, head_dim]`.
+
+    Raises:
+        ValueError: the stride of the last dimension is not 1.
+    """
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise ValueError(
+            f"new keys and values need stride 1 in their last dimension, not {k.stride(-1), v.stride(-1)}."
+        )
+
+
 def _as_storage(pages: torch.Tensor) -> torch.Tensor:
     """View fp8 pages as bytes: indexing is implemented for uint8 everywhere, for fp8 not."""
     return pages.view(torch.uint8) if pages.dtype in FP8_DTYPES else pages

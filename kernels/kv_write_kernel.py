@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, check_dense_rows, check_halves
 
 
 # No annotations: the compiler reads them, and knows only its own.
@@ -60,15 +60,8 @@ def write_kv_with_triton(
     Raises:
         ValueError: keys and values lie differently in the cache, or a row is not dense.
     """
-    if kv_pages.k.stride() != kv_pages.v.stride():
-        raise ValueError(
-            f"the pages of keys have strides {kv_pages.k.stride()}, those of values {kv_pages.v.stride()}; "
-            "they must be halves of one cache."
-        )
-    if k.stride(-1) != 1 or v.stride(-1) != 1:
-        raise ValueError(
-            f"new keys and values need stride 1 in their last dimension, not {k.stride(-1), v.stride(-1)}."
-        )
+    check_halves(kv_pages)
+    check_dense_rows(k, v)
     num_tokens = len(slot_mapping)
     _, num_heads, page_size, head_dim = kv_pages.k.shape
     if not num_tokens:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton
 
-from vllm_attn_plugin.kernels.kv_cache import KVPages, NewKV, canonical_strides
+from vllm_attn_plugin.kernels.kv_cache import KVPages, NewKV, canonical_strides, check_dense_rows, check_halves
 from vllm_attn_plugin.kernels.split_decode_kernel import split_decode_kernel
 from vllm_attn_plugin.kernels.split_decode_rows import LOG2_E
 from vllm_attn_plugin.kernels.split_tiles import (
@@ -57,7 +57,7 @@ def split_decode(
         ValueError: something lies in memory as the kernel cannot read it.
         RuntimeError: the programs of a tile are to wait for each other, and not all would run at once.
     """
-    _check_strides(q, kv_pages, out)
+    _check_strides(q, kv_pages, out, new_kv)
     new_k, new_v, slot_mapping = (None, None, None) if new_kv is None else new_kv
     layer = shape.layer
     page_size = kv_pages.k.shape[2]
@@ -173,11 +173,9 @@ def _query_words(q: torch.Tensor) -> torch.Tensor:
     return q.view(torch.int32)
 
 
-def _check_strides(q: torch.Tensor, kv_pages: KVPages, out: torch.Tensor) -> None:
-    if kv_pages.k.stride() != kv_pages.v.stride():
-        raise ValueError(
-            f"the pages of keys have strides {kv_pages.k.stride()}, those of values {kv_pages.v.stride()}; "
-            "they must be halves of one cache."
-        )
+def _check_strides(q: torch.Tensor, kv_pages: KVPages, out: torch.Tensor, new_kv: NewKV | None) -> None:
+    check_halves(kv_pages)
+    if new_kv is not None:
+        check_dense_rows(new_kv.k, new_kv.v)
     if q.stride(-1) != 1 or out.stride(-1) != 1:
         raise ValueError(f"query and output need stride 1 in their last dimension, not {q.stride(-1), out.stride(-1)}.")

@@ -162,7 +162,7 @@ def judge_all(cases: Sequence[Case], folder: Path, device: str) -> list[Row]:
 
 def judge(case: Case, baseline: Case, folder: Path, device: str) -> Row:
     """One row: what came out, whether it should, and how far scores fell."""
-    row: Row = {"model": case.model, "seed": case.seed, "what": case.what, "drafts": "drafts" in case.group}
+    row: Row = {"model": case.model, "seed": case.seed, "what": case.what, "drafts": case.is_drafted}
     row |= {"group": case.group, "kernels": kernels_of(case, folder)}
     row |= {"against": engine_of(baseline.group, device)[0] or BASELINES[device]}
     error = folder / case.folder / "error.json"

@@ -40,9 +40,14 @@ class Case:
     number: int = 0
 
     @property
+    def is_drafted(self) -> bool:
+        """Whether an engine with drafts answers it."""
+        return "drafts" in self.group
+
+    @property
     def share(self) -> float:
         """Of each task's items that are asked."""
-        return FAULT_SHARE if self.what in FAULTS or "drafts" in self.group else 1.0
+        return FAULT_SHARE if self.what in FAULTS or self.is_drafted else 1.0
 
     @property
     def folder(self) -> str:

@@ -28,7 +28,7 @@ from ci.console import UserError, run_main, say
 from ci.device import detect_device
 from ci.gpu.record import Record, header
 from ci.gpu.shapes import write_config
-from ci.machine import Machine, provenance, this_machine
+from ci.machine import Machine, this_machine
 from ci.models import cache_dir
 from ci.venv import ROOT
 
@@ -206,8 +206,6 @@ def measure_all(options: argparse.Namespace, record: Record) -> None:
 def make_header(machine: Machine, arguments: Sequence[str] | None, revision: str) -> dict[str, Any]:
     """What the run ran on, and what was measured."""
     kept = header(machine, PROGRAM, arguments, revision)
-    if machine.kind == "cpu":
-        kept = {**provenance(machine, kept["command"]), "revision": revision}
     return kept | {"model": MODEL, "layers": LAYERS, "steps": STEPS, "flat_limit": FLAT_LIMIT}
 
 

@@ -15,7 +15,7 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from ci.bench.build_rows import BATCH_SIZES, CHUNK, DRAFTS, SEQ_LENS
 from ci.bench.build_steps import StepFeed
-from ci.bench.rows import BACKENDS
+from ci.bench.rows import BACKENDS, ngram_speculation
 
 NUM_PAGES = 1 << 16
 # Room for the longest request, the chunk and the tokens that come in the steps.
@@ -75,7 +75,6 @@ def make_builder(name: str, model: Path, kv_dtype: str, drafts: int, device: tor
 
 
 def _engine_config(name: str, model: Path, kv_dtype: str, drafts: int) -> VllmConfig:
-    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
     arguments: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy",
@@ -87,7 +86,7 @@ def _engine_config(name: str, model: Path, kv_dtype: str, drafts: int) -> VllmCo
         "max_num_batched_tokens": MAX_NUM_TOKENS,
         "kv_cache_dtype": kv_dtype,
         "attention_backend": BACKENDS[name].selected,
-        "speculative_config": speculation if drafts else None,
+        "speculative_config": ngram_speculation(drafts) if drafts else None,
         **BACKENDS[name].engine,
     }
     return EngineArgs(**arguments).create_engine_config()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ci.bench.rows import Group, ModelSize, Row, share_of
+from ci.bench.rows import Group, ModelSize, Row, ngram_speculation, share_of
 from ci.bench.start_turns import VARIABLE
 from ci.gpu.record import header
 from ci.gpu.shapes import SHAPES, write_config
-from ci.machine import Machine, provenance, this_machine
+from ci.machine import Machine, this_machine
 from ci.models import cache_dir
 from ci.serve import find_model
 
@@ -77,8 +77,6 @@ def find_place(options: argparse.Namespace, arguments: Sequence[str] | None, pro
         model = write_config(name, cache_dir() / "shapes" / f"{name}-{options.layers}", options.layers)
     config = json.loads((model / "config.json").read_text())
     kept = header(machine, program, arguments, options.revision)
-    if machine.kind == "cpu":
-        kept = {**provenance(machine, kept["command"]), "revision": options.revision}
     kept |= {"model": name, "layers": config["num_hidden_layers"], "dtype": DTYPE[machine.kind]}
     gpu_bytes = _gpu_bytes(options.gpus.split(",")[0]) if machine.kind == "gpu" else 0
     return Place(machine, gpu_bytes, model, has_weights, ModelSize.of(config), kept)
@@ -126,9 +124,7 @@ def engine_settings(place: Place, group: Group, rows: Sequence[Row], share: str)
     if not place.has_weights:
         settings["load_format"] = "dummy"
     if group.drafts:
-        settings["speculative_config"] = {
-            "method": "ngram", "num_speculative_tokens": group.drafts, "prompt_lookup_max": 3,
-        }  # fmt: skip
+        settings["speculative_config"] = ngram_speculation(group.drafts)
         # How many drafts are accepted is among them, and differs where two backends round differently.
         settings["disable_log_stats"] = False
     if place.kind == "cpu":

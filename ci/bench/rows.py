@@ -14,6 +14,11 @@ TOKENS_PER_BLOCK = 64
 _ROW = re.compile(r"(\d+)x(\d+)\+(\d+)((?::(?:fp8|ngram\d+))*)")
 
 
+def ngram_speculation(drafts: int) -> dict[str, Any]:
+    """VLLM's `speculative_config` of so many n-gram draft tokens."""
+    return {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
+
+
 @dataclass(frozen=True)
 class Backend:
     """How an engine is told to use a backend: its name in vLLM, and more arguments of `LLM()`."""

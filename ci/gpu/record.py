@@ -1,4 +1,4 @@
-"""The evidence of a run on a GPU: what it ran on, and its rows as they come in."""
+"""The evidence of a run, on a GPU or beside one: what it ran on, and its rows as they come in."""
 
 import json
 import sys
@@ -10,14 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ci.machine import Machine, versions
+from ci.machine import Machine, provenance, versions
 
 SECONDS_BETWEEN_WRITES = 10.0
 
 
 def header(machine: Machine, program: str, arguments: Sequence[str] | None, revision: str) -> dict[str, Any]:
-    """Date, GPU, driver, versions and command of a run."""
+    """Date, machine, versions, revision and command of a run; of a GPU its driver too."""
     given = arguments if arguments is not None else sys.argv[1:]
+    command = f"python -m {program} {' '.join(given)}".rstrip()
+    if machine.kind == "cpu":
+        return {**provenance(machine, command), "revision": revision}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": machine.name,
@@ -25,7 +28,7 @@ def header(machine: Machine, program: str, arguments: Sequence[str] | None, revi
         "driver": machine.driver,
         "versions": versions("gpu"),
         "revision": revision,
-        "command": f"python -m {program} {' '.join(given)}".rstrip(),
+        "command": command,
     }
 
 

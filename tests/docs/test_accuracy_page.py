@@ -1,10 +1,8 @@
 """What the page on accuracy says of the window's edge in 16 bits is what the result file holds."""
 
-import json
+from documents import ROOT, result
 
-from documents import ROOT
-
-RESULT = json.loads((ROOT / "ci/results/cpu-amd-epyc/window_edge_bf16.json").read_text(encoding="utf-8"))
+RESULT = result("cpu-amd-epyc/window_edge_bf16.json")
 TEXT = " ".join((ROOT / "docs/accuracy.md").read_text(encoding="utf-8").split())
 
 

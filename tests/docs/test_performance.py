@@ -1,18 +1,12 @@
 """The tables of the page on performance say what the result files hold that they are of."""
 
-import json
 from typing import Any
 
 import pytest
-from documents import ROOT, table
+from documents import ROOT, result, table
 
 TEXT = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
 THROUGHPUT, DECODES, BUILDS = (table(TEXT, name) for name in ("throughput", "decodes", "build-cost-cpu"))
-
-
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "ci/results" / name).read_text(encoding="utf-8"))
-    return found
 
 
 SERVED, SWEPT = result("nvidia-h200/serve.json")["rows"], result("nvidia-h200/sweep_triton_decode.json")["rows"]

@@ -1,19 +1,17 @@
 """The README against the code: messages that users see, settings, versions, and numbers of the result files."""
 
-import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
-from documents import ROOT, messages, spans_in, table
+from documents import ROOT, messages, result, spans_in, table
 
 from vllm_attn_plugin.kernels.dispatch import KERNELS
 from vllm_attn_plugin.settings import CACHE_VARIABLE, PREFIX, SettingsError, parse
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 MESSAGES = [spans_in(cell)[0] for cell, _ in table(TEXT, "messages")]
-RESULTS = ROOT / "ci" / "results"
 # The peer may be this many times as near to FLASH_ATTN as ours; a row keeps the limit that follows.
 LIMIT_FACTOR = 1.5
 
@@ -57,10 +55,6 @@ def test_versions_are_those_of_the_project() -> None:
         ("FlashInfer, for its kernels on a GPU", gpu["flashinfer-python"]),
     ):
         assert f"| {name} | {version} or newer" in TEXT
-
-
-def result(path: str) -> dict:  # type: ignore[type-arg]
-    return json.loads((RESULTS / path).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def test_logprobs_are_those_of_the_result_file() -> None:

@@ -17,7 +17,7 @@ from paged_cases import PagedCase, assert_close_to_formula, make_case, make_laye
 from triton.runtime import interpreter
 
 from ci.gpu.sweep_split_decode import Batch, Sweep, summary
-from vllm_attn_plugin.kernels import Phase, split_kv_cache
+from vllm_attn_plugin.kernels import NewKV, Phase, split_kv_cache
 from vllm_attn_plugin.kernels.split_decode import SplitDecodeKernel
 from vllm_attn_plugin.kernels.split_decode_blocks import schedule
 from vllm_attn_plugin.kernels.split_tiles import Tiles
@@ -291,6 +291,9 @@ def test_rows_that_are_not_dense_are_refused() -> None:
     wide = torch.zeros(*case.q.shape[:2], 2 * case.q.shape[2], dtype=FP16)[..., ::2]
     with pytest.raises(ValueError, match=r"stride 1 in their last dimension, not \(2, 1\)"):
         kernel.run(plan, wide, pages, torch.empty_like(case.q), case.inputs)
+    apart = replace(case.inputs, new_kv=NewKV(wide, wide, torch.arange(len(wide))))
+    with pytest.raises(ValueError, match=r"new keys and values need stride 1 in their last dimension, not \(2, 2\)"):
+        kernel.run(plan, case.q, pages, torch.empty_like(case.q), apart)
     with pytest.raises(ValueError, match="must be halves of one cache"):
         kernel.run(plan, case.q, pages._replace(v=pages.v.contiguous()), torch.empty_like(case.q), case.inputs)
 

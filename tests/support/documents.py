@@ -1,11 +1,13 @@
 """What the documents state, as tests read it: facts, checked tables, links, and the code that they name."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ci").rglob("*.md")])
@@ -23,6 +25,12 @@ class Fact:
 
     expression: str
     value: str
+
+
+def result(path: str) -> dict[str, Any]:
+    """A result file below `ci/results`."""
+    found: dict[str, Any] = json.loads((ROOT / "ci/results" / path).read_text(encoding="utf-8"))
+    return found
 
 
 def relative(path: Path) -> str:
