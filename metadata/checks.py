@@ -40,6 +40,30 @@ def check_indptr(name: str, indptr: IntArray, batch_size: int) -> IntArray:
     return lengths
 
 
+def check_lengths(seq_lens: IntArray, table_width: int, page_size: int, max_seq_len: int) -> int:
+    """Check every KV length by a look at their extremes, and each by itself only where that shows one at fault.
+
+    Args:
+        seq_lens: int32 `[batch_size]`.
+        table_width: slots of a row, a page each.
+        page_size: tokens a page.
+        max_seq_len: the most tokens of one.
+
+    Returns:
+        The longest.
+
+    Raises:
+        BatchError: as `check_table_width` and `check_seq_lens`, in this order: a request too long for both is told of
+            its row, which is what would be overrun.
+    """
+    # Unsigned, a negative length is above any limit.
+    longest = int(seq_lens.view(np.uint32).max(initial=0))
+    if longest > min(max_seq_len, table_width * page_size):
+        check_table_width(seq_lens, table_width, page_size)
+        check_seq_lens(seq_lens, len(seq_lens), max_seq_len)
+    return longest
+
+
 def check_seq_lens(seq_lens: IntArray, batch_size: int, max_seq_len: int) -> None:
     """Check the KV length of every request: one a request, between 0 and `max_seq_len`.
 
@@ -131,7 +155,9 @@ def check_page_size(page_size: int) -> None:
         raise BatchError(f"page_size is {page_size}; a page holds at least 1 token.")
 
 
-def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, shape: list[int]) -> None:
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]
+) -> None:
     """Check dtype, device and shape of one tensor of a batch.
 
     Args:
@@ -142,10 +168,8 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: to
     Raises:
         BatchError: names the tensor, what was expected and what it is.
     """
-    got = (tensor.dtype, tensor.device.type, list(tensor.shape))
-    expected = (dtype, device.type, shape)
-    if got != expected:
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != device.type:
         raise BatchError(
-            f"{name} is {got[0]} on {got[1]} with shape {got[2]}; expected {expected[0]} on {expected[1]} "
-            f"with shape {expected[2]}."
+            f"{name} is {tensor.dtype} on {tensor.device.type} with shape {list(tensor.shape)}; expected {dtype} on "
+            f"{device.type} with shape {list(shape)}."
         )

@@ -1,14 +1,13 @@
 """One step's batch, as paged attention kernels read it."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from vllm_attn_plugin.metadata import checks
 from vllm_attn_plugin.metadata.indptr import (
-    IntArray,
     gather_page_ids,
     indptr_from_lengths,
     lengths_of,
@@ -44,6 +43,7 @@ class PagedBatch:
         causal: whether a query sees only keys up to its own position.
         window_left: the window that `paged_kv_*` were trimmed to (keys left of the query); -1 for none.
         max_q_len: the longest query.
+        longest: the largest of `seq_lens_cpu`.
         max_seq_len: an upper bound on the KV lengths.
         num_rows: rows of the query that belong to the batch: its tokens, then any padding.
         qo_indptr, qo_indptr_cpu: `[batch_size + 1]`. Queries of 1, 1 and 5 tokens: `[0, 1, 2, 7]`.
@@ -69,6 +69,7 @@ class PagedBatch:
     causal: bool
     window_left: int
     max_q_len: int
+    longest: int
     max_seq_len: int
     num_rows: int
     qo_indptr: torch.Tensor
@@ -86,11 +87,6 @@ class PagedBatch:
     def batch_size(self) -> int:
         """Number of requests, padded rows included."""
         return self.seq_lens_cpu.shape[0]
-
-    @property
-    def longest(self) -> int:
-        """The longest request's KV length, or an upper bound."""
-        return int(self.seq_lens_cpu.numpy().max(initial=0))
 
     @property
     def num_qo_tokens(self) -> int:
@@ -143,6 +139,7 @@ class PagedBatch:
             }
         return self._with(
             max_q_len=int(q_lens.max(initial=0)),
+            longest=int(self.seq_lens_cpu.numpy()[start:stop].max(initial=0)),
             num_rows=int(qo_indptr[stop] - qo_indptr[start]) + padding,
             qo_indptr=_rebased(self.qo_indptr, start, stop),
             qo_indptr_cpu=_rebased(self.qo_indptr_cpu, start, stop),
@@ -338,13 +335,16 @@ def _unlisted_batch(
     window_left: int,
 ) -> PagedBatch:
     """Check the host's arrays and compute a batch from them; its page lists are still empty where the cache is."""
-    q_lens = _check_host_arrays(qo_indptr_cpu, seq_lens_cpu, block_tables, page_size, max_seq_len, seq_lens.device)
-    unlisted = seq_lens.new_empty(0)
+    max_q_len, longest = _check_host_arrays(
+        qo_indptr_cpu, seq_lens_cpu, block_tables, page_size, max_seq_len, seq_lens.device
+    )
+    unlisted = _no_pages(seq_lens.device)
     return PagedBatch(
         page_size=page_size,
         causal=causal,
         window_left=window_left,
-        max_q_len=int(q_lens.max(initial=0)),
+        max_q_len=max_q_len,
+        longest=longest,
         max_seq_len=max_seq_len,
         num_rows=int(qo_indptr_cpu.numpy()[-1]) if num_rows is None else num_rows,
         qo_indptr=qo_indptr,
@@ -365,19 +365,26 @@ def _check_host_arrays(
     page_size: int,
     max_seq_len: int,
     device: torch.device,
-) -> IntArray:
-    """Check what every batch has on the host, and the block table's shape; returns the query lengths."""
-    batch_size = len(seq_lens)
+) -> tuple[int, int]:
+    """Check what every batch has on the host, and the block table's shape; the longest query and the longest request.
+
+    Run in each step: each array is looked at as seldom as can be.
+    """
+    batch_size = seq_lens.shape[0]
+    width = _width(block_tables)
     checks.check_page_size(page_size)
-    checks.check_tensor("qo_indptr", qo_indptr, torch.int32, CPU, [batch_size + 1])
-    checks.check_tensor("seq_lens", seq_lens, torch.int32, CPU, [batch_size])
-    checks.check_tensor("block_tables", block_tables, torch.int32, device, [batch_size, _width(block_tables)])
+    checks.check_tensor("qo_indptr", qo_indptr, torch.int32, CPU, (batch_size + 1,))
+    checks.check_tensor("seq_lens", seq_lens, torch.int32, CPU, (batch_size,))
+    checks.check_tensor("block_tables", block_tables, torch.int32, device, (batch_size, width))
     q_lens = checks.check_indptr("qo_indptr", qo_indptr.numpy(), batch_size)
-    # The row before the limit: a request too long for both is told of the row, which is what would be overrun.
-    lens = seq_lens.numpy()
-    checks.check_table_width(lens, _width(block_tables), page_size)
-    checks.check_seq_lens(lens, batch_size, max_seq_len)
-    return q_lens
+    longest = checks.check_lengths(seq_lens.numpy(), width, page_size, max_seq_len)
+    return int(q_lens.max(initial=0)), longest
+
+
+@cache
+def _no_pages(device: torch.device) -> torch.Tensor:
+    """Page lists that are not made yet, int32 `[0]`."""
+    return torch.empty(0, dtype=torch.int32, device=device)
 
 
 def _width(block_tables: torch.Tensor) -> int:

@@ -115,6 +115,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
             params: set_up_kernels(params, self._engine)
             for params in dict.fromkeys(layer.impl.params for layer in self._layers)
         }
+        self._windows = tuple(dict.fromkeys(params.window_left for params in self._kernels))
         self._serves_mixed = all(_one_serves_mixed(params, phases) for params, phases in self._kernels.items())
         self._counts = metrics.counts_of(self._kernels, vllm_config.parallel_config)
         self._page_lists = self._make_page_list_buffers()
@@ -161,9 +162,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         return metadata
 
     def _plan_step(self, common_attn_metadata: CommonAttentionMetadata) -> AttnPluginMetadata:
-        windows = {params.window_left for params in self._kernels}
-        seq_lens_cpu = self._host_lengths(common_attn_metadata)
-        batches = self._make_batches(common_attn_metadata, seq_lens_cpu, windows)
+        batches = self._make_batches(common_attn_metadata, self._host_lengths(common_attn_metadata))
         phases = {window: self._split(batch) for window, batch in batches.items()}
         plans = {params: _plan(kernels, phases[params.window_left]) for params, kernels in self._kernels.items()}
         return AttnPluginMetadata(num_rows=next(iter(batches.values())).num_rows, plans=plans)
@@ -171,15 +170,13 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
     def _host_lengths(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """KV lengths on the host: an upper bound while drafts are checked, unless a kernel's plan needs them exact."""
         lengths: torch.Tensor = common.seq_lens if self._needs_exact_lengths else common.seq_lens_cpu_upper_bound
-        return lengths[: common.num_reqs].cpu()
+        return _head(lengths, common.num_reqs).cpu()
 
-    def _make_batches(
-        self, common: CommonAttentionMetadata, seq_lens_cpu: torch.Tensor, windows: set[int]
-    ) -> dict[int, PagedBatch]:
+    def _make_batches(self, common: CommonAttentionMetadata, seq_lens_cpu: torch.Tensor) -> dict[int, PagedBatch]:
         """The step for each window of the group's layers; on a GPU they share all but their page lists, made later."""
         if self.device.type == "cpu":
-            return {window: self._make_batch(common, seq_lens_cpu, window) for window in windows}
-        first, *others = windows
+            return {window: self._make_batch(common, seq_lens_cpu, window) for window in self._windows}
+        first, *others = self._windows
         batch = self._make_batch(common, seq_lens_cpu, first)
         return {first: batch, **{window: batch.for_window(window) for window in others}}
 
@@ -191,15 +188,15 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
                 "another --attention-backend."
             )
         num_pages = self._layers[0].kv_cache.shape[0]
-        qo_indptr_cpu = common.query_start_loc_cpu[: common.num_reqs + 1]
+        qo_indptr_cpu = _head(common.query_start_loc_cpu, common.num_reqs + 1)
         max_seq_len = max(self._engine.max_seq_len, common.max_seq_len)
         if num_pages == 0:
             return make_uncached_batch(
                 qo_indptr=qo_indptr_cpu, page_size=self._engine.page_size, max_seq_len=max_seq_len
             )
         shared: dict[str, Any] = {
-            "seq_lens": common.seq_lens[: common.num_reqs],
-            "block_tables": common.block_table_tensor[: common.num_reqs],
+            "seq_lens": _head(common.seq_lens, common.num_reqs),
+            "block_tables": _head(common.block_table_tensor, common.num_reqs),
             "page_size": self._engine.page_size,
             "max_seq_len": max_seq_len,
             "num_rows": common.num_actual_tokens,
@@ -209,7 +206,7 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         if self.device.type == "cpu":
             return make_paged_batch(qo_indptr=qo_indptr_cpu, num_pages=num_pages, **shared)
         return make_device_batch(
-            qo_indptr=common.query_start_loc[: common.num_reqs + 1],
+            qo_indptr=_head(common.query_start_loc, common.num_reqs + 1),
             qo_indptr_cpu=qo_indptr_cpu,
             seq_lens_cpu=seq_lens_cpu,
             **shared,
@@ -248,6 +245,11 @@ class AttnPluginMetadataBuilder(AttentionMetadataBuilder[AttnPluginMetadata]):
         return {
             key: PageListBuffers(engine.max_batch_size, engine.max_pages_per_request, self.device) for key in needed
         }
+
+
+def _head(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first rows of a tensor; itself where it has no others: a view takes longer than to look."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 def engine_params(

@@ -112,9 +112,9 @@ def test_page_size() -> None:
     ids=["dtype", "shape", "device"],
 )
 def test_tensor(tensor: torch.Tensor, message: str) -> None:
-    checks.check_tensor("seq_lens", int32(1, 2), torch.int32, CPU, [2])
+    checks.check_tensor("seq_lens", int32(1, 2), torch.int32, CPU, (2,))
     with pytest.raises(BatchError, match=message):
-        checks.check_tensor("seq_lens", tensor, torch.int32, CPU, [2])
+        checks.check_tensor("seq_lens", tensor, torch.int32, CPU, (2,))
 
 
 GOOD: dict[str, Any] = {
@@ -164,3 +164,17 @@ def test_table_entries_that_no_request_owns_are_not_checked() -> None:
     tables = torch.tensor([[2**30, 0, 2**30], [2, -7, 2**30]], dtype=torch.int32)
     batch = make_paged_batch(**{**GOOD, "block_tables": tables}, window_left=3)
     assert batch.paged_kv_indices.tolist() == [0, 2]
+
+
+def test_lengths_within_both_limits_give_the_longest() -> None:
+    assert checks.check_lengths(ints(20, 128), 8, 16, 200) == 128
+    assert checks.check_lengths(ints(), 8, 16, 200) == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [((20, 129), "request 1 needs 9 pages"), ((20, 101), "seq_len 101"), ((-1, 20), "request 0 has seq_len -1")],
+)
+def test_one_length_beyond_a_limit_is_named(lengths: tuple[int, ...], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        checks.check_lengths(ints(*lengths), 8, 16, 100)

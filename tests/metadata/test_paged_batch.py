@@ -114,6 +114,7 @@ def test_rows_start_at_zero_again() -> None:
     assert rows.paged_kv_last_page_len.tolist() == rows.paged_kv_last_page_len_cpu.tolist() == [16, 4]
     assert rows.first_key_cpu.tolist() == [0, 0]
     assert (rows.max_q_len, rows.num_qo_tokens, rows.max_seq_len) == (5, 6, 48)
+    assert rows.longest == max(rows.seq_lens_cpu.tolist())
 
 
 def test_rows_of_a_windowed_batch() -> None:
@@ -172,7 +173,7 @@ def test_batch_of_no_requests() -> None:
     batch = example(
         qo_indptr=int32(0), seq_lens=int32(), block_tables=torch.zeros((0, 3), dtype=torch.int32), num_pages=10
     )
-    assert (batch.batch_size, batch.num_qo_tokens, batch.max_q_len) == (0, 0, 0)
+    assert (batch.batch_size, batch.num_qo_tokens, batch.max_q_len, batch.longest) == (0, 0, 0, 0)
     assert batch.paged_kv_indptr.tolist() == [0]
 
 
@@ -272,9 +273,14 @@ def test_host_lists_are_made_when_asked_for_and_once(monkeypatch: pytest.MonkeyP
     assert len(calls) == 1
 
 
-def test_width_of_the_table_is_checked_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_checked_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    check = checks.check_table_width
-    monkeypatch.setattr(checks, "check_table_width", lambda *given: calls.append(check(*given)))
+    check = checks.check_lengths
+
+    def counted(*given: Any) -> int:
+        calls.append(given)
+        return check(*given)
+
+    monkeypatch.setattr(checks, "check_lengths", counted)
     example()
     assert len(calls) == 1
