@@ -6,16 +6,57 @@ import pytest
 from documents import ROOT, result, table
 
 TEXT = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
-THROUGHPUT, DECODES, BUILDS = (table(TEXT, name) for name in ("throughput", "decodes", "build-cost-cpu"))
+TABLES = ("throughput", "decodes", "build-cost-cpu", "pages-of-128", "build-cost-gpu")
+THROUGHPUT, DECODES, BUILDS, LARGE_PAGES, GPU_BUILDS = (table(TEXT, name) for name in TABLES)
 
 
 SERVED, SWEPT = result("nvidia-h200/serve.json")["rows"], result("nvidia-h200/sweep_triton_decode.json")["rows"]
-BUILT = result("cpu-amd-epyc/build_cost.json")
+BUILT, GPU_BUILT = result("cpu-amd-epyc/build_cost.json"), result("nvidia-h200/build_cost.json")
+OF_LARGE_PAGES = {
+    "bfloat16": result("nvidia-h200/serve_pages_of_128.json"),
+    "fp8": result("nvidia-h200/serve_fp8_pages_of_128.json"),
+}
+
+
+def row_name(words: str) -> str:
+    """A row's name in the file: 8x2048+256 for 8 x (2048, 256)."""
+    return words.replace(" x (", "x").replace(", ", "+").replace(")", "")
+
+
+@pytest.mark.parametrize("row", LARGE_PAGES, ids=lambda row: " ".join(row[:2]))
+def test_throughput_with_pages_of_128_is_that_of_the_file(row: list[str]) -> None:
+    cache, words, *numbers, ratio = row
+    rows = OF_LARGE_PAGES[cache]["rows"]
+    found = next(one for one in rows if one["row"].removesuffix(":fp8") == row_name(words))
+    rates = [found["backends"].get(name, {}).get("output_tokens_per_s") for name in ("CUSTOM", "FLASH_ATTN")]
+    rates.append(found["backends"].get("FLASHINFER-native", {}).get("output_tokens_per_s"))
+    assert numbers == ["" if rate is None else f"{rate:.1f}" for rate in rates]
+    assert ratio == f"{found['ratio']:.3f}"
+
+
+def test_means_with_pages_of_128_are_those_of_the_files() -> None:
+    for cache, group in (("bfloat16", "auto"), ("fp8", "fp8")):
+        mean = OF_LARGE_PAGES[cache]["geometric_means"][group]["ratio"]
+        assert f"{mean:.3f} {'in bfloat16' if cache == 'bfloat16' else 'over fp8'}" in TEXT
+
+
+@pytest.mark.parametrize("cells", GPU_BUILDS, ids=lambda cells: "-".join(cells[:2]))
+def test_build_times_on_a_gpu_are_those_of_the_file(cells: list[str]) -> None:
+    step, backend, *numbers = cells
+    places = [("batch", "batch_size", size) for size in (1, 64, 1024)]
+    places += [("length", "seq_len", length) for length in (128, 32768)] if step == "decode" else []
+    expected = []
+    for over, name, value in places:
+        wanted = {"step": step, "backend": backend, "over": over, name: value}
+        (found,) = (row for row in GPU_BUILT["rows"] if all(row[key] == wanted[key] for key in wanted))
+        assert found["never_waits"]
+        expected.append(f"{found['build_us']:.1f}")
+    assert [number for number in numbers if number] == expected
 
 
 @pytest.mark.parametrize("row", THROUGHPUT, ids=lambda row: row[0])
 def test_throughput_is_that_of_the_file(row: list[str]) -> None:
-    name = row[0].replace(" x (", "x").replace(", ", "+").replace(")", "")
+    name = row_name(row[0])
     found = next(one for one in SERVED if one["row"] == name)
     backends = ("CUSTOM", "FLASH_ATTN", "FLASHINFER-native", "TRITON_ATTN")
     assert row[1:5] == [f"{found['backends'][backend]['output_tokens_per_s']:.1f}" for backend in backends]
