@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_attn_plugin.metadata.indptr import IntArray
+from vllm_attn_plugin.metadata.indptr import IntArray, largest_length
 
 
 class BatchError(ValueError):
@@ -56,8 +56,7 @@ def check_lengths(seq_lens: IntArray, table_width: int, page_size: int, max_seq_
         BatchError: as `check_table_width` and `check_seq_lens`, in this order: a request too long for both is told of
             its row, which is what would be overrun.
     """
-    # Unsigned, a negative length is above any limit.
-    longest = int(seq_lens.view(np.uint32).max(initial=0))
+    longest = largest_length(seq_lens)
     if longest > min(max_seq_len, table_width * page_size):
         check_table_width(seq_lens, table_width, page_size)
         check_seq_lens(seq_lens, len(seq_lens), max_seq_len)

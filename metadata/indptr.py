@@ -26,6 +26,11 @@ def lengths_of(indptr: IntArray) -> IntArray:
     return indptr[1:] - indptr[:-1]
 
 
+def largest_length(lengths: IntArray) -> int:
+    """The largest of lengths, int32 `[batch_size]`, 0 of none. Unsigned, so that a negative one is above any limit."""
+    return int(lengths.view(np.uint32).max(initial=0))
+
+
 def count_pages(num_tokens: IntArray, page_size: int) -> IntArray:
     """Pages that hold `num_tokens` tokens each, int32 `[batch_size]`; 0 tokens need 0 pages."""
     return -(-num_tokens // page_size)

@@ -24,9 +24,8 @@ def count_leading_decodes(qo_indptr: torch.Tensor, max_decode_q_len: int) -> int
 
 def split_decode_prefill(batch: PagedBatch, max_decode_q_len: int) -> tuple[PagedBatch | None, PagedBatch | None]:
     """Split a batch into its decode rows and its prefill rows, by requests; None where a phase has no rows."""
-    if batch.batch_size and batch.max_q_len <= max_decode_q_len:
-        return batch, None
+    if batch.max_q_len <= max_decode_q_len:
+        return batch if batch.batch_size else None, None
     num_decodes = count_leading_decodes(batch.qo_indptr_cpu, max_decode_q_len)
     decode = batch.rows(0, num_decodes) if num_decodes else None
-    prefill = batch.rows(num_decodes, batch.batch_size) if num_decodes < batch.batch_size else None
-    return decode, prefill
+    return decode, batch.rows(num_decodes, batch.batch_size)

@@ -8,9 +8,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_attn_plugin.metadata.indptr import largest_length
 
 # One step's shape or two are in use at a time, a few more while a batch fills or drains. What is kept holds on to the
 # tensors that it was made from.
@@ -70,8 +71,7 @@ class RecentSteps(Generic[Item]):
         if kept is None:
             return None
         lengths = common.seq_lens_cpu_upper_bound
-        # Unsigned, a negative length is above any limit.
-        if lengths.numpy()[: common.num_reqs].view(np.uint32).max(initial=0) > kept.max_seq_len:
+        if largest_length(lengths.numpy()[: common.num_reqs]) > kept.max_seq_len:
             return None
         self._kept.move_to_end(key)
         return kept.item

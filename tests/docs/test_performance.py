@@ -23,35 +23,37 @@ def row_name(words: str) -> str:
     return words.replace(" x (", "x").replace(", ", "+").replace(")", "")
 
 
+def built_row(document: dict[str, Any], **place: Any) -> dict[str, Any]:
+    """The one row of `build()` times at a place."""
+    (found,) = (row for row in document["rows"] if all(row[name] == value for name, value in place.items()))
+    return dict(found)
+
+
 @pytest.mark.parametrize("row", LARGE_PAGES, ids=lambda row: " ".join(row[:2]))
 def test_throughput_with_pages_of_128_is_that_of_the_file(row: list[str]) -> None:
     cache, words, *numbers, ratio = row
     rows = OF_LARGE_PAGES[cache]["rows"]
     found = next(one for one in rows if one["row"].removesuffix(":fp8") == row_name(words))
-    rates = [found["backends"].get(name, {}).get("output_tokens_per_s") for name in ("CUSTOM", "FLASH_ATTN")]
-    rates.append(found["backends"].get("FLASHINFER-native", {}).get("output_tokens_per_s"))
+    names = ("CUSTOM", "FLASH_ATTN", "FLASHINFER-native")
+    rates = [found["backends"].get(name, {}).get("output_tokens_per_s") for name in names]
     assert numbers == ["" if rate is None else f"{rate:.1f}" for rate in rates]
     assert ratio == f"{found['ratio']:.3f}"
 
 
 def test_means_with_pages_of_128_are_those_of_the_files() -> None:
-    for cache, group in (("bfloat16", "auto"), ("fp8", "fp8")):
+    for cache, group, words in (("bfloat16", "auto", "in bfloat16"), ("fp8", "fp8", "over fp8")):
         mean = OF_LARGE_PAGES[cache]["geometric_means"][group]["ratio"]
-        assert f"{mean:.3f} {'in bfloat16' if cache == 'bfloat16' else 'over fp8'}" in TEXT
+        assert f"{mean:.3f} {words}" in TEXT
 
 
 @pytest.mark.parametrize("cells", GPU_BUILDS, ids=lambda cells: "-".join(cells[:2]))
 def test_build_times_on_a_gpu_are_those_of_the_file(cells: list[str]) -> None:
     step, backend, *numbers = cells
-    places = [("batch", "batch_size", size) for size in (1, 64, 1024)]
-    places += [("length", "seq_len", length) for length in (128, 32768)] if step == "decode" else []
-    expected = []
-    for over, name, value in places:
-        wanted = {"step": step, "backend": backend, "over": over, name: value}
-        (found,) = (row for row in GPU_BUILT["rows"] if all(row[key] == wanted[key] for key in wanted))
-        assert found["never_waits"]
-        expected.append(f"{found['build_us']:.1f}")
-    assert [number for number in numbers if number] == expected
+    places: list[dict[str, Any]] = [{"over": "batch", "batch_size": size} for size in (1, 64, 1024)]
+    places += [{"over": "length", "seq_len": length} for length in (128, 32768)] if step == "decode" else []
+    found = [built_row(GPU_BUILT, step=step, backend=backend, **place) for place in places]
+    assert all(row["never_waits"] for row in found)
+    assert [number for number in numbers if number] == [f"{row['build_us']:.1f}" for row in found]
 
 
 @pytest.mark.parametrize("row", THROUGHPUT, ids=lambda row: row[0])
@@ -87,9 +89,7 @@ def test_decodes_are_those_of_the_file(row: list[str]) -> None:
 
 
 def build_us(step: str, backend: str, batch_size: int) -> float:
-    place: dict[str, Any] = {"step": step, "backend": backend, "over": "batch", "batch_size": batch_size}
-    (found,) = (row for row in BUILT["rows"] if all(row[name] == value for name, value in place.items()))
-    return float(found["build_us"])
+    return float(built_row(BUILT, step=step, backend=backend, over="batch", batch_size=batch_size)["build_us"])
 
 
 @pytest.mark.parametrize("cells", BUILDS, ids=lambda cells: "-".join(cells[:2]))
