@@ -4,7 +4,7 @@ Its schedule is made on the device, from the device's lengths, so nothing is pla
 takes an fp8 query, which is made here; its softmax weights are fp8 there too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ PAGE_SIZE_STEP = 16
 # In a graph the parts of a request have a fixed bound, since their partial results have a fixed place: vLLM's default
 # (AttentionConfig.flash_attn_max_num_splits_for_cuda_graph). 0 lets the kernel choose.
 GRAPH_SPLITS, ANY_SPLITS = 32, 0
+# Where a step's longest query has more rows than the smallest tile of queries (one for each query head of a KV head),
+# and a page holds whole tiles of keys, it fetches pages whole by the tensor memory accelerator (get_pagedkv_tma of
+# hopper/flash_api.cpp; tile sizes in hopper/tile_size.h). What lies behind a request's end it then multiplies by 0.
+SMALLEST_QUERY_TILE, SMALLEST_KEY_TILE = 128, 64
 # The library wants sinks in this dtype whatever the query's.
 SINKS_DTYPE = torch.bfloat16
 
@@ -42,6 +46,7 @@ class FA3Step:
         batch_size: requests.
         scheduled: arguments that the schedule and every layer's call share.
         others: arguments of the layers' calls alone.
+        fetches_whole_pages: whether it may also read what lies behind a request's end in its last page.
         schedule: how the work is split over the multiprocessors, the same for all layers. The first layer's call makes
             it: in a captured graph it must be among what is replayed, since the lengths are others then.
         is_captured: whether the schedule belongs to a graph, which alone may read it.
@@ -51,6 +56,7 @@ class FA3Step:
     batch_size: int
     scheduled: dict[str, Any]
     others: dict[str, Any]
+    fetches_whole_pages: bool = False
     schedule: torch.Tensor | None = None
     is_captured: bool = False
 
@@ -111,13 +117,19 @@ class VllmFA3Kernel(AttentionKernel):
             "softcap": self.layer.logits_soft_cap,
             "fa_version": 3,
         }
-        return FA3Step(batch.num_qo_tokens, batch.batch_size, scheduled, others)
+        whole = self.fetches_whole_pages(batch.max_q_len)
+        return FA3Step(batch.num_qo_tokens, batch.batch_size, scheduled, others, fetches_whole_pages=whole)
+
+    def fetches_whole_pages(self, max_q_len: int) -> bool:
+        """Whether a step may read what lies behind a request's end, by the length of its longest query."""
+        query_rows = max_q_len * (self.layer.num_qo_heads // self.layer.num_kv_heads)
+        return self.engine.page_size % SMALLEST_KEY_TILE == 0 and query_rows > SMALLEST_QUERY_TILE
 
     def renewed(self, plan: Any) -> Any:
         """See `AttentionKernel.renewed`: all but the schedule; outside graphs the longest request counts too."""
         if plan.scheduled["num_splits"] != GRAPH_SPLITS:
             return None
-        return FA3Step(plan.num_rows, plan.batch_size, plan.scheduled, plan.others)
+        return replace(plan, schedule=None, is_captured=False)
 
     def _window(self, causal: bool) -> tuple[int, int]:
         """Keys to the left and to the right that a query sees, -1 for all; causal queries see none to the right."""
@@ -158,6 +170,8 @@ class VllmFA3Kernel(AttentionKernel):
         """See `AttentionKernel.run`."""
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+        if plan.fetches_whole_pages:
+            _clear_tails(kv_pages.v, plan)
         num_rows, scale, v_descale = plan.num_rows, self.layer.sm_scale, None
         sinks = checked_sinks(self.layer, inputs)
         if self._fp8_query is not None:
@@ -196,6 +210,13 @@ class VllmFA3Kernel(AttentionKernel):
                 )
             factor = self._v_scale_of_one
         return factor.view(()).expand(batch_size, self.layer.num_kv_heads)
+
+
+def _clear_tails(v_pages: torch.Tensor, plan: FA3Step) -> None:
+    """Empty the values behind each request's end, where NaN times 0 would be NaN. Keys may stay: scores are masked."""
+    from vllm_attn_plugin.kernels.page_tail_kernel import clear_page_tails
+
+    clear_page_tails(v_pages, plan.others["seqused_k"], plan.others["block_table"])
 
 
 def _quantized(q: torch.Tensor, into: torch.Tensor, q_scale: float) -> torch.Tensor:

@@ -25,7 +25,7 @@ from vllm_attn_plugin.kernels.workspace import native_bytes, workspaces
 from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers
 
 HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64)
+PAGE_SIZES = (16, 32, 64, 128)
 SM80, SM90 = (8, 0), (9, 0)
 LOG_2 = math.log(2)
 

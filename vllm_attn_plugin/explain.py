@@ -160,7 +160,7 @@ def _page_size(asked: Asked, machine: Machine) -> int:
     block_size = asked.block_size or (preferred_block_size(machine.compute_capability) if is_gpu else CPU_BLOCK_SIZE)
     if block_size % DEFAULT_PAGE_SIZE:
         raise ModelError(f"--block-size {block_size} is no multiple of {DEFAULT_PAGE_SIZE}; give one that is.")
-    return kernel_page_size(block_size, is_gpu)
+    return kernel_page_size(block_size, machine.compute_capability)
 
 
 def _layer_params(layer: ModelLayer, model: Model, asked: Asked, machine: Machine, engine: EngineParams) -> LayerParams:

@@ -10,7 +10,7 @@ from vllm_attn_plugin.kernels.tuning import Configuration
 
 HEADS = ((32, 8), (64, 8), (32, 2), (8, 1))
 HEAD_DIMS = (128, 64, 256)
-PAGE_SIZES = (16, 64)
+PAGE_SIZES = (16, 64, 128)
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 Q_DTYPE = "bfloat16"
 # The layer of an 8B model; the small grid changes one of its properties at a time.

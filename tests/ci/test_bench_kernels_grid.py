@@ -36,7 +36,7 @@ def test_full_grid_is_every_combination() -> None:
     }
     assert found == {
         "head_dim": {64, 128, 256},
-        "page_size": {16, 64},
+        "page_size": {16, 64, 128},
         "kv_dtype": {"bfloat16", "float8_e4m3fn"},
         "q_len": {1},
     }
@@ -44,7 +44,7 @@ def test_full_grid_is_every_combination() -> None:
     assert heads == {(32, 8), (64, 8), (32, 2), (8, 1)}
     sizes = {(point.batch_size, point.seq_len) for point in decodes}
     assert {(1, 128), (1, 32768), (256, 128), (256, 32768)} <= sizes
-    assert len(set(map(str, decodes))) == len(decodes) == 4 * 3 * 2 * 2 * len(sizes)
+    assert len(set(map(str, decodes))) == len(decodes) == 4 * 3 * 3 * 2 * len(sizes)
 
 
 def test_small_grid_is_a_part_that_changes_one_property_at_a_time_and_fits_its_time() -> None:
@@ -103,9 +103,9 @@ def test_each_module_is_compiled_once() -> None:
     ]
     assert len(native) == len(set(native)) == 2 * 3 + 2 + 2  # fa2; fa3 prefills 128 of both dtypes, the others of one
     xqa = [one.configuration for name, one in due if name == "xqa"]
-    assert len(xqa) == 2 * 6  # centre, pages of 64, two groupings more (8/1 has that of 64/8), two head sizes more
+    assert len(xqa) == 2 * 7  # centre, two page sizes more, two groupings (8/1 has that of 64/8), two head sizes
     triton = [(one.configuration, one.batch_size) for name, one in due if name == "triton-decode"]
-    assert len(triton) == len(set(triton)) == 2 * (2 * 7 + 5 * 4)  # its code depends on the batch's size, too
+    assert len(triton) == len(set(triton)) == 2 * (3 * 7 + 5 * 4)  # its code depends on the batch's size, too
     last = [name in ("xqa", "triton-decode") for name, _ in due]
     assert last == sorted(last)
     assert max(point.seq_len for _, point in due) == 128

@@ -77,7 +77,7 @@ def asks_around(base: Ask) -> list[Ask]:
     asks += [replace(base, spec=specs[-1])] + [
         replace(base, spec=spec, group=g) for g in (1, 3, 7, 8, 16) for spec in specs[:2]
     ]
-    asks += [replace(base, spec=spec, page_size=page) for page in (32, 64) for spec in specs[:2]]
+    asks += [replace(base, spec=spec, page_size=page) for page in (32, 64, 128) for spec in specs[:2]]
     asks += [
         replace(base, spec=spec, layout=layout)
         for layout in ("LBNHC", "BLHNC", *(("LBHNC_padded",) if base.kernel != "xqa" else ()))
@@ -160,13 +160,13 @@ def split_decode_asks() -> list[Ask]:
         replace(base, spec="spec_decode_4", causal=False),
     ]
     specs = ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows", "empty_kv", "queries_before_keys")
-    asks += [replace(base, spec=spec, page_size=page) for spec in specs for page in (16, 64)]
+    asks += [replace(base, spec=spec, page_size=page) for spec in specs for page in (16, 64, 128)]
     asks += [replace(base, spec=spec, head_dim=d) for spec in DECODES[:2] for d in (80, 96)]
     asks += [
         replace(base, spec=spec, kv_dtype=kv_dtype, dtype=dtype, page_size=page)
         for spec in ("long_decode", "wide_decode", "spec_decode_ragged")
         for kv_dtype in (E4M3, E5M2)
-        for dtype, page in ((BF16, 64), (FP16, 16))
+        for dtype, page in ((BF16, 128), (FP16, 16))
     ]
     for options in (
         {"soft_cap": 30.0},
@@ -217,7 +217,7 @@ def test_kernel_against_fp64(ask: Ask, record_property: Any) -> None:
     assert error <= limit
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(
     "spec", ["decode", "long_decode", "wide_decode", "one_very_long_decode", "padded_rows", "spec_decode_ragged"]

@@ -6,11 +6,13 @@ Triton reads TRITON_INTERPRET when it is imported, so test_gpu_kernels.py runs t
 import pytest
 import torch
 from batch_specs import SPECS
+from fa3_double import clear_page_tails as clear_page_tails_on_the_host
 from paged_cases import make_case, make_layer, poisoned_cache
 
 from vllm_attn_plugin.kernels import split_kv_cache, write_kv, write_kv_on_gpu
 from vllm_attn_plugin.kernels.kv_cache import KVPages
 from vllm_attn_plugin.kernels.kv_write_kernel import write_kv_with_triton
+from vllm_attn_plugin.kernels.page_tail_kernel import clear_page_tails
 from vllm_attn_plugin.kernels.quantize_kernel import quantize_rows
 from vllm_attn_plugin.metadata import PageListBuffers, make_device_batch
 from vllm_attn_plugin.metadata.page_kernel import list_pages_on_device
@@ -127,3 +129,25 @@ def test_query_that_is_not_dense_is_refused() -> None:
     rows = torch.zeros(4, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="stride 1 in their last dimension"):
         quantize_rows(rows.transpose(1, 2), torch.zeros(4, 8, 2, dtype=torch.float8_e4m3fn), 1.0)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LBHNC_padded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (64, 128), (128, 80)])
+@pytest.mark.parametrize("spec", ["mixed", "padded_rows", "empty_kv"])
+def test_page_tails_are_emptied_and_nothing_else(
+    spec: str, page_size: int, head_dim: int, dtype: torch.dtype, layout: str
+) -> None:
+    layer = make_layer(dtype=torch.bfloat16, kv_dtype=dtype, num_qo_heads=6, num_kv_heads=3, head_dim=head_dim)
+    case = make_case(SPECS[spec], layer, page_size=page_size, layout=layout)
+    expected = case.kv_cache.clone(memory_format=torch.preserve_format)
+    clear_page_tails_on_the_host(split_kv_cache(expected, dtype).v, case.seq_lens, case.block_tables)
+    before = case.kv_cache.clone()
+    clear_page_tails(split_kv_cache(case.kv_cache, dtype).v, case.seq_lens, case.block_tables)
+    torch.testing.assert_close(case.kv_cache.float(), expected.float(), atol=0, rtol=0, equal_nan=True)
+    assert not torch.equal(case.kv_cache.view(torch.uint8), before.view(torch.uint8)), "there was nothing to empty"
+
+
+def test_page_tails_of_no_requests() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    clear_page_tails(torch.zeros(2, 1, 16, 8), none, none.view(0, 1))

@@ -65,6 +65,28 @@ def test_pages_are_handed_over_where_they_lie(layout: str, double: FA3Double) ->
         assert double.calls[0][name].stride() == side.transpose(1, 2).stride()
 
 
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("spec", ["prefill", "mixed", "chunked_prefill"])
+def test_slots_behind_the_end_are_emptied_where_pages_are_fetched_whole(
+    spec: str, kv_dtype: torch.dtype | None, page_size: int
+) -> None:
+    layer = make_layer(num_qo_heads=32, num_kv_heads=2, dtype=BF16, kv_dtype=kv_dtype)
+    case = make_case(SPECS[spec], layer, page_size=page_size)
+    out, _ = run_fa3(case)  # the double checks the slots, which are full of NaN before
+    assert out.isfinite().all()
+    if kv_dtype is None:
+        assert_close_to_formula(case, out)
+
+
+def test_slots_behind_the_end_are_left_alone_where_few_queries_or_small_pages_keep_it_from_whole_pages() -> None:
+    for spec, page_size in (("decode", 128), ("prefill", 16)):
+        case = make_case(SPECS[spec], make_layer(dtype=BF16), page_size=page_size)
+        before = case.kv_cache.clone()
+        run_fa3(case)
+        torch.testing.assert_close(case.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_requests_that_see_all_their_drafts() -> None:
     case = make_case(SPECS["spec_decode_4"], make_layer(dtype=BF16), causal=False)
     out, _ = run_fa3(case, Phase.DECODE, max_decode_q_len=4)

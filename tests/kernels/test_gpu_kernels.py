@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(("file", "least"), [("interpreted_kernels.py", 25), ("interpreted_split_decode.py", 90)])
+@pytest.mark.parametrize(("file", "least"), [("interpreted_kernels.py", 80), ("interpreted_split_decode.py", 90)])
 def test_kernels_agree_with_the_host_in_triton_s_interpreter(file: str, least: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -58,7 +58,8 @@ def layers_on(machine: Machine, config: VllmConfig) -> list[dict[str, Any]]:
     for name, layer in config.compilation_config.static_forward_context.items():
         if not isinstance(getattr(layer, "impl", None), impl.AttnPluginImpl):
             continue
-        page_size = backend.kernel_page_size(backend.preferred_block_size(machine.compute_capability), is_gpu=True)
+        block_size = backend.preferred_block_size(machine.compute_capability)
+        page_size = backend.kernel_page_size(block_size, machine.compute_capability)
         engine = engine_params(config, SimpleNamespace(block_size=page_size), machine.device, machine)
         kernels = {phase.value: chosen(phase, layer.impl.params, engine) for phase in Phase}
         found.append({"name": name, "params": repr(layer.impl.params), **kernels})

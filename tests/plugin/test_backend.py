@@ -176,13 +176,42 @@ def test_both_phases_are_refused_before_anything_is_compiled(monkeypatch: pytest
     assert all("flashinfer-python is not installed, install vllm-attn-plugin[gpu]" in reason for reason in found)
 
 
-@pytest.mark.parametrize(("major", "default", "expected"), [(9, 16, 64), (9, 128, 128), (10, 16, 16), (8, 16, 16)])
+@pytest.mark.parametrize(("major", "default", "expected"), [(9, 16, 128), (9, 256, 256), (10, 16, 16), (8, 16, 16)])
 @pytest.mark.usefixtures("on_cuda")
-def test_blocks_of_64_are_preferred_where_kernels_gain_from_them(
+def test_blocks_of_128_are_preferred_where_kernels_gain_from_them(
     major: int, default: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend.current_platform, "get_device_capability", lambda: DeviceCapability(major, 0))
     assert AttnPluginBackend.get_preferred_block_size(default) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "block_size", "expected"),
+    [
+        ((9, 0), 128, 128),
+        ((9, 0), 256, 128),
+        ((9, 0), 64, 64),
+        ((9, 0), 544, 32),
+        ((10, 0), 128, 64),
+        ((8, 0), 128, 64),
+        ((9, 0), None, 16),
+        (None, 128, 128),
+        (None, None, 16),
+    ],
+)
+def test_a_block_is_split_into_the_largest_page_that_the_gpu_s_kernels_read(
+    capability: tuple[int, int] | None, block_size: int | None, expected: int
+) -> None:
+    assert backend.kernel_page_size(block_size, capability) == expected
+
+
+@pytest.mark.parametrize(("major", "expected"), [(9, [16, 32, 64, 128]), (8, [16, 32, 64]), (10, [16, 32, 64])])
+@pytest.mark.usefixtures("on_cuda")
+def test_vllm_is_told_the_pages_of_the_gpu_s_kernels(
+    major: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend.current_platform, "get_device_capability", lambda: DeviceCapability(major, 0))
+    assert AttnPluginBackend.get_supported_kernel_block_sizes() == expected
 
 
 def test_block_size_on_a_cpu_is_vllm_s() -> None:
@@ -205,7 +234,7 @@ def test_what_the_engine_fixes_reaches_the_dispatch(monkeypatch: pytest.MonkeyPa
     for layer, engine in asked:
         assert (layer.num_qo_heads, layer.num_kv_heads) == (16, 4)
         assert (engine.max_batch_size, engine.max_decode_q_len, engine.use_trtllm) == (64, 4, False)
-        assert (engine.page_size, engine.compute_capability) == (64, (9, 0))
+        assert (engine.page_size, engine.compute_capability) == (128, (9, 0))
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -157,7 +157,8 @@ def test_heads_are_split_and_kv_heads_repeated(folder: Path) -> None:
 def test_page_size_is_the_kernels(folder: Path) -> None:
     assert explained(folder, "llama-3-8b").engine.page_size == preferred_block_size((9, 0))
     assert explained(folder, "llama-3-8b", block_size=16).engine.page_size == 16
-    assert explained(folder, "llama-3-8b", block_size=128).engine.page_size == 64
+    assert explained(folder, "llama-3-8b", block_size=128).engine.page_size == 128
+    assert explained(folder, "llama-3-8b", "SM80", block_size=128).engine.page_size == 64
     with pytest.raises(ModelError, match="--block-size 24 is no multiple of 16"):
         explained(folder, "llama-3-8b", block_size=24)
 

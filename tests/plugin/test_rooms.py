@@ -14,6 +14,7 @@ AT_THE_TOP = {"metadata": {"torch", "numpy"}, "kernels": {"torch", "numpy"}}
 DEVICE_FILES = {
     "metadata/page_kernel.py": "vllm_attn_plugin.metadata.page_kernel",
     "kernels/kv_write_kernel.py": "vllm_attn_plugin.kernels.kv_write_kernel",
+    "kernels/page_tail_kernel.py": "vllm_attn_plugin.kernels.page_tail_kernel",
     "kernels/quantize_kernel.py": "vllm_attn_plugin.kernels.quantize_kernel",
     "kernels/split_decode_blocks.py": "vllm_attn_plugin.kernels.split_decode_blocks",
     "kernels/split_decode_kernel.py": "vllm_attn_plugin.kernels.split_decode_kernel",

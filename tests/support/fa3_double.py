@@ -62,6 +62,7 @@ class FA3Double:
         """Check what the library's C++ relies on, and compute."""
         self.calls.append(arguments)
         self._check_tensors(**arguments)
+        self._check_page_tails(**arguments)
         self._check_schedule(arguments)
         lse = self._compute(**arguments)
         return (arguments["out"], lse) if arguments["return_softmax_lse"] else arguments["out"]
@@ -103,6 +104,24 @@ class FA3Double:
         if v_descale is not None:
             assert v_descale.dtype == torch.float32
             assert v_descale.shape == (batch_size, num_kv_heads)
+
+    @staticmethod
+    def _check_page_tails(
+        q: torch.Tensor,
+        v: torch.Tensor,
+        seqused_k: torch.Tensor,
+        block_table: torch.Tensor,
+        max_seqlen_q: int,
+        **_: Any,
+    ) -> None:
+        """Pages that hold whole tiles are fetched whole, and 0 times what lies behind the end goes into the result."""
+        _, page_size, num_kv_heads, _ = v.shape
+        if page_size % 64 or max_seqlen_q * (q.shape[1] // num_kv_heads) <= 128:
+            return
+        for length, row in zip(seqused_k.tolist(), block_table.tolist(), strict=True):
+            if length % page_size:
+                tail = v[row[length // page_size], length % page_size :]
+                assert tail.float().isfinite().all(), f"behind token {length}"
 
     def _check_schedule(self, arguments: dict[str, Any]) -> None:
         """The library lays work out by the schedule and then trusts it: both calls must describe one problem."""
@@ -175,11 +194,13 @@ def installed_signatures() -> dict[str, set[str]]:
 
 @contextmanager
 def flash_attention3() -> Iterator[FA3Double]:
-    """A machine with FlashAttention 3: the double in its place, and the query's quantization on the host."""
+    """A machine with FlashAttention 3: the double in its place, and the kernels around it on the host."""
     double = FA3Double()
     quantize = ModuleType("vllm_attn_plugin.kernels.quantize_kernel")
     quantize.quantize_rows = _quantize_rows  # type: ignore[attr-defined]
-    modules = {"vllm.vllm_flash_attn": double.module(), quantize.__name__: quantize}
+    tails = ModuleType("vllm_attn_plugin.kernels.page_tail_kernel")
+    tails.clear_page_tails = clear_page_tails  # type: ignore[attr-defined]
+    modules = {"vllm.vllm_flash_attn": double.module(), quantize.__name__: quantize, tails.__name__: tails}
     with patch.dict(sys.modules, modules), contract.fresh_workspaces():
         yield double
 
@@ -187,6 +208,14 @@ def flash_attention3() -> Iterator[FA3Double]:
 def _quantize_rows(rows: torch.Tensor, quantized: torch.Tensor, scale: float) -> None:
     """As the Triton kernel does, which interpreted_kernels.py holds against this formula."""
     quantized.copy_((rows.float() / scale).clamp(-448, 448).to(quantized.dtype))
+
+
+def clear_page_tails(pages: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
+    """As the Triton kernel does, which interpreted_kernels.py holds against this."""
+    page_size = pages.shape[2]
+    for length, row in zip(seq_lens.tolist(), block_tables.tolist(), strict=True):
+        if length % page_size:
+            pages[row[length // page_size], :, length % page_size :] = 0
 
 
 def sm90(case: PagedCase, **changes: Any) -> EngineParams:
