@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from vllm_attn_plugin.kernels.interface import EngineParams, LayerParams, Phase
+from vllm_attn_plugin.kernels.kv_cache import KVPages, NewKV, split_kv_cache, write_kv, write_kv_on_gpu
 from vllm_attn_plugin.kernels.toolchain import Toolchain, find_toolchain
 from vllm_attn_plugin.kernels.tuning import Configuration
 from vllm_attn_plugin.metadata import PagedBatch, PageListBuffers, make_device_batch, make_paged_batch
@@ -169,6 +170,8 @@ class Shape:
         layer, engine: what kernels are set up with; the engine may meet requests of `LONGEST`.
         caches: one a layer, see `Pool.cut`.
         q, q_source, out: `[batch_size * q_len, num_qo_heads, head_dim]`, the query's dtype.
+        new_kv: the new tokens' keys and values, the same for every layer. The caches hold them already, so that writing
+            them again changes nothing and all kernels answer alike.
     """
 
     def __init__(self, point: Point, pool: Pool) -> None:
@@ -189,6 +192,31 @@ class Shape:
         self.qo_indptr = self.qo_indptr_cpu.to(self.device)
         self.seq_lens_cpu = torch.full((point.batch_size,), point.seq_len, dtype=torch.int32)
         self.seq_lens = self.seq_lens_cpu.to(self.device)
+        self._scale_of_one = torch.ones(1, device=self.device)
+        self.new_kv = self._draw_new_kv()
+        for of_layer in self.caches:
+            write_kv(*self.new_kv[:2], split_kv_cache(of_layer, self.layer.kv_dtype), self.new_kv.slot_mapping)
+
+    def _draw_new_kv(self) -> NewKV:
+        num_tokens, page_size = len(self.q), self.engine.page_size
+        shape = (2, num_tokens, self.layer.num_kv_heads, self.layer.head_dim)
+        k, v = torch.randn(shape, dtype=torch.bfloat16, device=self.device).to(self.layer.q_dtype)
+        position = torch.arange(self.point.q_len, device=self.device) + self.point.seq_len - self.point.q_len
+        pages = self.block_tables[:, position // page_size].long()
+        return NewKV(k, v, (pages * page_size + position % page_size).flatten())
+
+    def write_new_kv(self, kv_pages: KVPages, slot_mapping: torch.Tensor) -> None:
+        """Write the new tokens' keys and values as the impl does where a kernel leaves it to the engine.
+
+        Args:
+            kv_pages: a layer's.
+            slot_mapping: int64 `[batch_size * q_len]`, see `write_kv`.
+        """
+        k, v, _ = self.new_kv
+        if self.device.type == "cuda":
+            write_kv_on_gpu(k, v, kv_pages, slot_mapping, self._scale_of_one, self._scale_of_one)
+        else:
+            write_kv(k, v, kv_pages, slot_mapping)
 
     def batch(self) -> PagedBatch:
         """The step as the builder makes it."""

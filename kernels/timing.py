@@ -2,8 +2,9 @@
 
 Several layers with caches of their own lie in one CUDA graph, which is replayed, so that the host's calls are not in
 the time. Before each layer something else writes the query, as in an engine; a kernel that may start before its
-predecessor has ended would else overlap with its own. That one's time is taken off. What a layer reads was not read a
-moment ago: the L2 cache is filled with something else before each replay. Pages are shuffled. Kernels take turns, and
+predecessor has ended would else overlap with its own. That one's time is taken off. The write of the new tokens' keys
+and values is in the time: some kernels do it themselves, and spare an engine a launch. What a layer reads was not read
+a moment ago: the L2 cache is filled with something else before each replay. Pages are shuffled. Kernels take turns, and
 medians are kept.
 
 Everything here but `CudaClock` and the capture runs on a CPU too.
@@ -134,8 +135,13 @@ def prepare(shape: Shape, name: str) -> Runner:
     kernel = known_kernels()[name](shape.point.phase, shape.layer, shape.engine)
     batch = shape.batch()
 
+    inputs = KernelInputs(new_kv=shape.new_kv if kernel.writes_kv else None)
+
     def run_layer(plan: Any, cache: torch.Tensor) -> None:
-        kernel.run(plan, shape.q, split_kv_cache(cache, shape.layer.kv_dtype), shape.out, KernelInputs())
+        pages = split_kv_cache(cache, shape.layer.kv_dtype)
+        if not kernel.writes_kv:
+            shape.write_new_kv(pages, shape.new_kv.slot_mapping)
+        kernel.run(plan, shape.q, pages, shape.out, inputs)
 
     return make_runner(shape, lambda: kernel.plan(batch), run_layer, shape.out)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -88,7 +88,7 @@ class Asked:
     Attributes:
         heads: pairs of query and KV heads on one GPU, written `32/8`.
         head_dim: sizes of a head.
-        page_size: tokens a page.
+        page_size: tokens a page; what serving takes on this GPU where none is given.
         dtype: of the query, torch's name.
         kv_dtype: of the cache; the query's where none is given.
         q_len: query tokens a request, 1 and the drafts.
@@ -98,7 +98,7 @@ class Asked:
 
     heads: tuple[str, ...]
     head_dim: tuple[int, ...] = (128,)
-    page_size: tuple[int, ...] = (16,)
+    page_size: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     kv_dtype: tuple[str, ...] = ()
     q_len: tuple[int, ...] = (1,)
@@ -132,6 +132,8 @@ def run(asked: Asked) -> Iterator[Written]:
     """
     if not torch.cuda.is_available():
         raise TuneError("tune measures kernels on an NVIDIA GPU, and torch finds none; run it on a machine with one.")
+    load_cache_operators()
+    asked = replace(asked, page_size=asked.page_size or (served_page_size(torch.cuda.get_device_capability()),))
     clock, flashinfer = CudaClock(), find_toolchain().flashinfer_version or ""
     for configuration in configurations(asked):
         start = time.monotonic()
@@ -144,6 +146,20 @@ def run(asked: Asked) -> Iterator[Written]:
             "measured": found.rows,
         }
         yield Written(table, write_table(table, asked.output or own_tables(), header))
+
+
+def load_cache_operators() -> None:
+    """Have vLLM's operators at hand, as in an engine: the one that writes keys and values is in the times."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+
+def served_page_size(compute_capability: tuple[int, int]) -> int:
+    """Tokens a page where a model is served without `--block-size`."""
+    from vllm_attn_plugin.backend import kernel_page_size, preferred_block_size
+
+    return kernel_page_size(preferred_block_size(compute_capability), compute_capability)
 
 
 def configurations(options: Asked) -> Iterator[Configuration]:

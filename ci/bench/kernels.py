@@ -39,6 +39,7 @@ from ci.machine import this_machine
 from vllm_attn_plugin.kernels import SHIPPED, Phase, Shelf, find_toolchain
 from vllm_attn_plugin.kernels.timed_batch import CUDA, Point, Pool, gpu_name, most_cache_bytes, num_sms
 from vllm_attn_plugin.kernels.timing import CudaClock
+from vllm_attn_plugin.tune import load_cache_operators
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "ci.bench.kernels"
@@ -180,6 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(
             "the kernel benchmark measures on an NVIDIA GPU, and torch finds none; --list names its points."
         )
+    load_cache_operators()
     machine = this_machine("gpu")
     output = options.output or ROOT / "ci/results" / machine.label / "kernels.json"
     record = Record(output, header(machine, PROGRAM, arguments, options.revision))

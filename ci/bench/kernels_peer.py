@@ -7,7 +7,7 @@ import torch
 
 from vllm_attn_plugin.kernels import EngineParams, GraphSupport, LayerParams, Phase
 from vllm_attn_plugin.kernels.dispatch import known_kernels
-from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, canonical_strides
+from vllm_attn_plugin.kernels.kv_cache import FP8_DTYPES, KVPages, canonical_strides
 from vllm_attn_plugin.kernels.timed_batch import Shape
 from vllm_attn_plugin.kernels.timing import Runner, make_runner, prepare
 
@@ -86,9 +86,13 @@ class FlashAttention3:
             return metadata[: len(found)]
 
         arguments = call_arguments(shape)
+        # In its order of the pages a request's slots are other bytes, which other kernels are to find as they were: it
+        # writes into the first page, which nobody reads.
+        slots = shape.new_kv.slot_mapping % shape.engine.page_size
 
         def run_layer(planned: Any, cache: torch.Tensor) -> None:
             k, v = keys_and_values(cache, shape.layer.head_dim)
+            shape.write_new_kv(KVPages(k.transpose(1, 2), v.transpose(1, 2)), slots)
             flash_attn_varlen_func(q=q, k=k, v=v, out=out, scheduler_metadata=planned, **arguments)
 
         return make_runner(shape, plan, run_layer, out, token_major)

@@ -126,6 +126,15 @@ def all_asks() -> list[Ask]:
         for spec in ("decode", "mixed", "long_chunked_prefill")
         for w in (-1, 127)
     ]
+    # Whole pages, with what lies behind a request's end, for head sizes and windows whose tiles are others.
+    asks += [
+        Ask("vllm-fa3", spec, head_dim=head_dim, page_size=page_size, kv_dtype=kv_dtype, options=options)
+        for spec in ("mixed", "long_prefill")
+        for head_dim, kv_dtype in ((64, None), (128, E4M3), (256, None), (256, E4M3))
+        for page_size in (64, 128)
+        for options in ({}, {"window_left": 127})
+    ]
+    asks += [Ask("vllm-fa3", spec, group=16, page_size=128) for spec in ("mixed", "spec_decode_8")]
     asks += [Ask("vllm-fa3", "mixed", head_dim=80), Ask("vllm-fa3", "decode", head_dim=96)]
     asks += split_decode_asks()
     asks += [Ask("xqa", spec) for spec in ("wide_decode", "full_cache_wide", "one_very_long_decode", "padded_rows")]

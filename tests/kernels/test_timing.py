@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from xqa_double import XQADouble
 
 from vllm_attn_plugin.kernels import EngineParams, Phase, timed_batch, timing
+from vllm_attn_plugin.kernels.reference import ReferenceKernel
 from vllm_attn_plugin.kernels.timed_batch import (
     LONGEST,
     MOST_LAYERS,
@@ -169,6 +170,38 @@ def test_kernel_answers_for_the_first_layer_of_its_shape(point: Point) -> None:
     torch.testing.assert_close(runner.answer, dense_answer(shape), atol=1e-5, rtol=1e-4)
     assert runner.layers == MOST_LAYERS
     assert runner.replans is (point is DECODE)
+
+
+@pytest.mark.parametrize("point", [DECODE, CHUNK, decode_point(FP8, 3, 33)], ids=["decode", "chunk", "fp8"])
+def test_caches_of_a_shape_hold_its_new_keys_and_values(point: Point) -> None:
+    shape = Shape(point, Pool(CPU))
+    for cache in (shape.caches[0], shape.caches[-1]):
+        for request in range(point.batch_size):
+            pages = cache[shape.block_tables[request].long()].transpose(1, 2).flatten(0, 1)
+            held = pages[point.seq_len - point.q_len : point.seq_len].float()
+            new = slice(request * point.q_len, (request + 1) * point.q_len)
+            expected = torch.cat((shape.new_kv.k[new], shape.new_kv.v[new]), -1).to(cache.dtype).float()
+            torch.testing.assert_close(held, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("writes_itself", [False, True])
+def test_new_keys_and_values_are_written_in_each_layer_by_the_kernel_or_before_it(
+    writes_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(Shape, "write_new_kv", lambda _shape, _pages, slots: log.append(f"write {len(slots)}"))
+
+    class Kernel(ReferenceKernel):
+        writes_kv = writes_itself
+
+        def run(self, plan, q, kv_pages, out, inputs, lse=None):  # type: ignore[no-untyped-def]
+            log.append("run" if inputs.new_kv is None else f"run with {len(inputs.new_kv.slot_mapping)}")
+
+    monkeypatch.setattr(timing, "known_kernels", lambda: {"mine": Kernel})
+    runner = prepare(Shape(DECODE, Pool(CPU)), "mine")
+    log.clear()
+    runner.replay()
+    assert log == (["run with 3"] if writes_itself else ["write 3", "run"]) * runner.layers
 
 
 def test_replay_runs_every_layer_as_it_is_read_and_the_answer_is_of_the_first_as_it_is() -> None:

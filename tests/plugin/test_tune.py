@@ -31,9 +31,29 @@ def test_every_combination_is_measured(asked: Callable[..., tune.Asked]) -> None
     found = [str(configuration) for configuration in tune.configurations(options)]
     assert len(set(found)) == 8
     assert found[:2] == ["32x8-d128-p16-bfloat16-bfloat16-q1", "32x8-d128-p16-bfloat16-float8_e4m3fn-q1"]
-    drafts = asked("--heads", "4/4", "--dtype", "float16", "--q-len", "3")
+    drafts = asked("--heads", "4/4", "--page-size", "16", "--dtype", "float16", "--q-len", "3")
     assert [str(one) for one in tune.configurations(drafts)] == ["4x4-d128-p16-float16-float16-q3"]
     assert (drafts.batch_sizes, drafts.seq_lens, drafts.output) == (tune.BATCH_SIZES, tune.SEQ_LENS, None)
+
+
+@pytest.mark.parametrize(("capability", "page_size"), [((8, 0), 16), ((9, 0), 128), ((10, 0), 16)])
+def test_pages_are_those_of_serving_where_none_are_named(
+    capability: tuple[int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Configuration] = []
+
+    def remember(configuration: Configuration, *_: object) -> None:
+        measured.append(configuration)
+        raise tune.TuneError("enough")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    for name in ("tune", "CudaClock", "most_cache_bytes", "load_cache_operators"):
+        monkeypatch.setattr(tune, name, remember if name == "tune" else lambda: None)
+    for given in ((), (32,)):
+        with pytest.raises(tune.TuneError, match="enough"):
+            list(tune.run(tune.Asked(heads=("32/8",), page_size=given)))
+    assert [one.page_size for one in measured] == [page_size, 32]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +62,10 @@ def test_every_combination_is_measured(asked: Callable[..., tune.Asked]) -> None
         (("--heads", "32"), "--heads 32 is no pair of query and KV heads"),
         (("--heads", "32/5"), "--heads 32/5 is no pair of query and KV heads, the first a multiple of the second"),
         (("--heads", "8/0"), "--heads 8/0 is no pair"),
-        (("--heads", "8/2", "--kv-dtype", "fp8"), "'fp8' is no dtype of torch; use one such as bfloat16"),
+        (
+            ("--heads", "8/2", "--page-size", "8", "--kv-dtype", "fp8"),
+            "'fp8' is no dtype of torch; use one such as bfloat16",
+        ),
     ],
 )
 def test_option_that_is_not_understood_is_named(

@@ -12,7 +12,9 @@ from vllm_attn_plugin.cli.options import AsJson, print_json
 def tune(
     heads: Annotated[list[str], typer.Option(metavar="Q/KV...", help="Query and KV heads a GPU: 32/8.")],
     head_dim: Annotated[list[int] | None, typer.Option(metavar="N...", help="Size of a head; default 128.")] = None,
-    page_size: Annotated[list[int] | None, typer.Option(metavar="N...", help="Tokens a page; default 16.")] = None,
+    page_size: Annotated[
+        list[int] | None, typer.Option(metavar="N...", help="Tokens a page; default as served")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the query.")] = "bfloat16",
     kv_dtype: Annotated[
         list[str] | None,
