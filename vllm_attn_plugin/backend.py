@@ -10,6 +10,7 @@ from vllm.utils.flashinfer import has_nvidia_artifactory
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf, max_decode_query_len
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from vllm_attn_plugin.block_sizes import kernel_page_size, page_sizes, preferred_block_size
 from vllm_attn_plugin.kernels import (
     NVFP4,
     SHIPPED,
@@ -34,10 +35,6 @@ FP8_CACHE_DTYPES = {
 }
 CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, **FP8_CACHE_DTYPES, "nvfp4": NVFP4}
 
-DEFAULT_PAGE_SIZE = 16  # where none was asked for: one that every kernel reads
-GPU_PAGE_SIZES = (16, 32, 64)
-# SM90's kernels read a larger one too, and like it best.
-SM90_MAJOR, SM90_PAGE_SIZE = 9, 128
 TRTLLM_GEN_MAJOR = 10  # compute capability 10.x, whose kernels read head-major pages alone
 
 # Kernels take the content of a page by stride, so the order of the layers, pages, heads and tokens is free. First is
@@ -184,7 +181,7 @@ class AttnPluginBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
         """Tokens a kernel page may have; a larger block is split where the sizes are listed one by one."""
-        return list(_page_sizes(_compute_capability())) if current_platform.is_cuda() else [MultipleOf(16)]
+        return list(page_sizes(_compute_capability())) if current_platform.is_cuda() else [MultipleOf(16)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -291,35 +288,6 @@ def _layer_to_be(configuration: dict[str, Any], config: Any) -> LayerParams:
         window_left=0 if configuration.get("has_sliding_window") else -1,
         has_sinks=configuration["has_sink"],
     )
-
-
-def preferred_block_size(compute_capability: tuple[int, int] | None, vllm_default: int = DEFAULT_PAGE_SIZE) -> int:
-    """Tokens a block where the user gave none: 128 on SM90, where every kernel is as fast with it or faster.
-
-    FlashAttention 3 fetches pages that hold a whole tile of its keys, 128 of up to 128 numbers, by the tensor memory
-    accelerator, and prefills 5 to 8 % faster for it. Decodes over an fp8 cache gain up to a tenth.
-
-    Args:
-        compute_capability: of the GPU; None for none.
-        vllm_default: what vLLM would take.
-    """
-    return max(vllm_default, SM90_PAGE_SIZE) if _is_sm90(compute_capability) else vllm_default
-
-
-def kernel_page_size(block_size: int | None, compute_capability: tuple[int, int] | None) -> int:
-    """Tokens a kernel page: on a GPU the engine splits a block into the largest page that divides it."""
-    if compute_capability is None or not block_size:
-        return block_size or DEFAULT_PAGE_SIZE
-    return max((size for size in _page_sizes(compute_capability) if block_size % size == 0), default=block_size)
-
-
-def _page_sizes(compute_capability: tuple[int, int] | None) -> tuple[int, ...]:
-    """Tokens that a page may have, whichever of a GPU's kernels reads it."""
-    return (*GPU_PAGE_SIZES, SM90_PAGE_SIZE) if _is_sm90(compute_capability) else GPU_PAGE_SIZES
-
-
-def _is_sm90(compute_capability: tuple[int, int] | None) -> bool:
-    return compute_capability is not None and compute_capability[0] == SM90_MAJOR
 
 
 def _compute_capability() -> tuple[int, int] | None:

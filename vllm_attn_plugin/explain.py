@@ -9,12 +9,10 @@ import torch
 
 from vllm_attn_plugin.backend import (
     CACHE_DTYPES,
-    DEFAULT_PAGE_SIZE,
     engine_to_be,
-    kernel_page_size,
-    preferred_block_size,
     this_machine,
 )
+from vllm_attn_plugin.block_sizes import DEFAULT_PAGE_SIZE, kernel_page_size, preferred_block_size
 from vllm_attn_plugin.builder import engine_params
 from vllm_attn_plugin.impl import layer_params
 from vllm_attn_plugin.kernels import EngineParams, KernelChoice, LayerParams, NoKernelError, Phase, choose

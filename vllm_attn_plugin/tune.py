@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_attn_plugin.block_sizes import kernel_page_size, preferred_block_size
 from vllm_attn_plugin.kernels import Phase, find_toolchain
 from vllm_attn_plugin.kernels.dispatch import known_kernels, preference
 from vllm_attn_plugin.kernels.timed_batch import (
@@ -157,8 +158,6 @@ def load_cache_operators() -> None:
 
 def served_page_size(compute_capability: tuple[int, int]) -> int:
     """Tokens a page where a model is served without `--block-size`."""
-    from vllm_attn_plugin.backend import kernel_page_size, preferred_block_size
-
     return kernel_page_size(preferred_block_size(compute_capability), compute_capability)
 
 

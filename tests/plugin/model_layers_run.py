@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_attn_plugin import backend, impl
+from vllm_attn_plugin import backend, block_sizes, impl
 from vllm_attn_plugin.builder import engine_params
 from vllm_attn_plugin.kernels import NoKernelError, Phase, choose
 from vllm_attn_plugin.machine import Machine, named_machine
@@ -58,8 +58,8 @@ def layers_on(machine: Machine, config: VllmConfig) -> list[dict[str, Any]]:
     for name, layer in config.compilation_config.static_forward_context.items():
         if not isinstance(getattr(layer, "impl", None), impl.AttnPluginImpl):
             continue
-        block_size = backend.preferred_block_size(machine.compute_capability)
-        page_size = backend.kernel_page_size(block_size, machine.compute_capability)
+        block_size = block_sizes.preferred_block_size(machine.compute_capability)
+        page_size = block_sizes.kernel_page_size(block_size, machine.compute_capability)
         engine = engine_params(config, SimpleNamespace(block_size=page_size), machine.device, machine)
         kernels = {phase.value: chosen(phase, layer.impl.params, engine) for phase in Phase}
         found.append({"name": name, "params": repr(layer.impl.params), **kernels})

@@ -185,26 +185,6 @@ def test_blocks_of_128_are_preferred_where_kernels_gain_from_them(
     assert AttnPluginBackend.get_preferred_block_size(default) == expected
 
 
-@pytest.mark.parametrize(
-    ("capability", "block_size", "expected"),
-    [
-        ((9, 0), 128, 128),
-        ((9, 0), 256, 128),
-        ((9, 0), 64, 64),
-        ((9, 0), 544, 32),
-        ((10, 0), 128, 64),
-        ((8, 0), 128, 64),
-        ((9, 0), None, 16),
-        (None, 128, 128),
-        (None, None, 16),
-    ],
-)
-def test_a_block_is_split_into_the_largest_page_that_the_gpu_s_kernels_read(
-    capability: tuple[int, int] | None, block_size: int | None, expected: int
-) -> None:
-    assert backend.kernel_page_size(block_size, capability) == expected
-
-
 @pytest.mark.parametrize(("major", "expected"), [(9, [16, 32, 64, 128]), (8, [16, 32, 64]), (10, [16, 32, 64])])
 @pytest.mark.usefixtures("on_cuda")
 def test_vllm_is_told_the_pages_of_the_gpu_s_kernels(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_attn_plugin.__main__ import main
-from vllm_attn_plugin.backend import preferred_block_size
+from vllm_attn_plugin.block_sizes import preferred_block_size
 from vllm_attn_plugin.cli.explain import spans
 from vllm_attn_plugin.explain import Asked, Explained, explain
 from vllm_attn_plugin.kernels import EngineParams, LayerParams, Phase, choose, known_kernels
