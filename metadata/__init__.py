@@ -5,13 +5,8 @@ Everything here is numpy and torch; nothing imports an engine or a kernel librar
 
 from vllm_attn_plugin.metadata.checks import BatchError
 from vllm_attn_plugin.metadata.indptr import indptr_from_lengths, lengths_of
-from vllm_attn_plugin.metadata.paged_batch import (
-    PagedBatch,
-    PageListBuffers,
-    make_device_batch,
-    make_paged_batch,
-    make_uncached_batch,
-)
+from vllm_attn_plugin.metadata.make_batch import make_device_batch, make_paged_batch, make_uncached_batch
+from vllm_attn_plugin.metadata.paged_batch import PagedBatch, PageListBuffers
 from vllm_attn_plugin.metadata.split import count_leading_decodes, split_decode_prefill
 from vllm_attn_plugin.metadata.step_checks import (
     Step,
