@@ -216,7 +216,7 @@ def _clear_tails(v_pages: torch.Tensor, plan: FA3Step) -> None:
     """Empty the values behind each request's end, where NaN times 0 would be NaN. Keys may stay: scores are masked."""
     from vllm_attn_plugin.kernels.page_tail_kernel import clear_page_tails
 
-    clear_page_tails(v_pages, plan.others["seqused_k"], plan.others["block_table"])
+    clear_page_tails(v_pages, plan.scheduled["cu_seqlens_q"], plan.others["seqused_k"], plan.others["block_table"])
 
 
 def _quantized(q: torch.Tensor, into: torch.Tensor, q_scale: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ TOKENS = 32
 @triton.jit  # type: ignore[untyped-decorator]
 def _clear_page_tails_kernel(  # type: ignore[no-untyped-def]
     pages,
+    qo_indptr,
     seq_lens,
     block_tables,
     table_stride,
@@ -25,6 +26,8 @@ def _clear_page_tails_kernel(  # type: ignore[no-untyped-def]
 ):
     """One program a request, head and part of its last page: zeros into those slots that lie behind its end."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if tl.load(qo_indptr + request) == tl.load(qo_indptr + request + 1):
+        return  # padding, whose length and pages may be those of another request
     seq_len = tl.load(seq_lens + request)
     used = seq_len % page_size
     first = tl.program_id(2) * tokens
@@ -38,14 +41,18 @@ def _clear_page_tails_kernel(  # type: ignore[no-untyped-def]
     tl.store(pages + page * page_stride + head * head_stride + slot * token_stride + lane, nothing, mask=is_behind)
 
 
-def clear_page_tails(pages: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
+def clear_page_tails(
+    pages: torch.Tensor, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor
+) -> None:
     """Write zeros behind each request's end in its last page: slots that are the request's own and hold nothing yet.
 
-    Nothing is read back; a page that is full, or a request without keys, has no such slots.
+    Nothing is read back; a page that is full, or a request without keys, has no such slots. Nothing is written for a
+    request without queries: it may be padding, whose row of the block table may be another's.
 
     Args:
         pages: keys or values, `[num_pages, num_kv_heads, page_size, head_dim]`, any dtype; any strides, 1 in the last
             dimension. Written in place.
+        qo_indptr: int32 `[batch_size + 1]`.
         seq_lens: int32 `[batch_size]`, KV lengths.
         block_tables: int32 `[batch_size, width]`, 1 as the stride of the last dimension.
     """
@@ -54,6 +61,7 @@ def clear_page_tails(pages: torch.Tensor, seq_lens: torch.Tensor, block_tables: 
         return
     _clear_page_tails_kernel[len(seq_lens), num_heads, triton.cdiv(page_size, TOKENS)](
         pages,
+        qo_indptr,
         seq_lens,
         block_tables,
         block_tables.stride(0),

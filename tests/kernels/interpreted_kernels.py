@@ -141,13 +141,24 @@ def test_page_tails_are_emptied_and_nothing_else(
     layer = make_layer(dtype=torch.bfloat16, kv_dtype=dtype, num_qo_heads=6, num_kv_heads=3, head_dim=head_dim)
     case = make_case(SPECS[spec], layer, page_size=page_size, layout=layout)
     expected = case.kv_cache.clone(memory_format=torch.preserve_format)
-    clear_page_tails_on_the_host(split_kv_cache(expected, dtype).v, case.seq_lens, case.block_tables)
+    step = (case.qo_indptr, case.seq_lens, case.block_tables)
+    clear_page_tails_on_the_host(split_kv_cache(expected, dtype).v, *step)
     before = case.kv_cache.clone()
-    clear_page_tails(split_kv_cache(case.kv_cache, dtype).v, case.seq_lens, case.block_tables)
+    clear_page_tails(split_kv_cache(case.kv_cache, dtype).v, *step)
     torch.testing.assert_close(case.kv_cache.float(), expected.float(), atol=0, rtol=0, equal_nan=True)
     assert not torch.equal(case.kv_cache.view(torch.uint8), before.view(torch.uint8)), "there was nothing to empty"
 
 
 def test_page_tails_of_no_requests() -> None:
     none = torch.zeros(0, dtype=torch.int32)
-    clear_page_tails(torch.zeros(2, 1, 16, 8), none, none.view(0, 1))
+    clear_page_tails(torch.zeros(2, 1, 16, 8), torch.zeros(1, dtype=torch.int32), none, none.view(0, 1))
+
+
+def test_padding_that_looks_like_a_request_empties_nothing() -> None:
+    """Rows behind a step's requests keep what an earlier step left there, and the page may be another's by now."""
+    pages = torch.ones(3, 1, 16, 8)
+    qo_indptr, seq_lens = torch.tensor([0, 4, 4], dtype=torch.int32), torch.tensor([10, 5], dtype=torch.int32)
+    clear_page_tails(pages, qo_indptr, seq_lens, torch.tensor([[1], [2]], dtype=torch.int32))
+    assert (pages[2] == 1).all()
+    assert (pages[1, :, :10] == 1).all()
+    assert (pages[1, :, 10:] == 0).all()

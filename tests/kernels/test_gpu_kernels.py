@@ -45,7 +45,13 @@ def test_clearing_page_tails_compiles_where_flash_attention3_runs(
         "lanes": triton.next_power_of_2(head_dim),
     }
     strides = dict.fromkeys(("table_stride", "page_stride", "head_stride", "token_stride"), "i32")
-    signature = {"pages": f"*{names[dtype]}", "seq_lens": "*i32", "block_tables": "*i32", **strides}
+    signature = {
+        "pages": f"*{names[dtype]}",
+        "qo_indptr": "*i32",
+        "seq_lens": "*i32",
+        "block_tables": "*i32",
+        **strides,
+    }
     source = ASTSource(device._clear_page_tails_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert compiled.metadata.shared == 0

@@ -109,6 +109,7 @@ class FA3Double:
     def _check_page_tails(
         q: torch.Tensor,
         v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
         seqused_k: torch.Tensor,
         block_table: torch.Tensor,
         max_seqlen_q: int,
@@ -118,8 +119,9 @@ class FA3Double:
         _, page_size, num_kv_heads, _ = v.shape
         if page_size % 64 or max_seqlen_q * (q.shape[1] // num_kv_heads) <= 128:
             return
-        for length, row in zip(seqused_k.tolist(), block_table.tolist(), strict=True):
-            if length % page_size:
+        q_lens = cu_seqlens_q.diff().tolist()
+        for q_len, length, row in zip(q_lens, seqused_k.tolist(), block_table.tolist(), strict=True):
+            if q_len and length % page_size:
                 tail = v[row[length // page_size], length % page_size :]
                 assert tail.float().isfinite().all(), f"behind token {length}"
 
@@ -210,11 +212,13 @@ def _quantize_rows(rows: torch.Tensor, quantized: torch.Tensor, scale: float) ->
     quantized.copy_((rows.float() / scale).clamp(-448, 448).to(quantized.dtype))
 
 
-def clear_page_tails(pages: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
+def clear_page_tails(
+    pages: torch.Tensor, qo_indptr: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor
+) -> None:
     """As the Triton kernel does, which interpreted_kernels.py holds against this."""
     page_size = pages.shape[2]
-    for length, row in zip(seq_lens.tolist(), block_tables.tolist(), strict=True):
-        if length % page_size:
+    for q_len, length, row in zip(qo_indptr.diff().tolist(), seq_lens.tolist(), block_tables.tolist(), strict=True):
+        if q_len and length % page_size:
             pages[row[length // page_size], :, length % page_size :] = 0
 
 
