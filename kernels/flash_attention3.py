@@ -117,10 +117,10 @@ class VllmFA3Kernel(AttentionKernel):
             "softcap": self.layer.logits_soft_cap,
             "fa_version": 3,
         }
-        whole = self.fetches_whole_pages(batch.max_q_len)
+        whole = self._fetches_whole_pages(batch.max_q_len)
         return FA3Step(batch.num_qo_tokens, batch.batch_size, scheduled, others, fetches_whole_pages=whole)
 
-    def fetches_whole_pages(self, max_q_len: int) -> bool:
+    def _fetches_whole_pages(self, max_q_len: int) -> bool:
         """Whether a step may read what lies behind a request's end, by the length of its longest query."""
         query_rows = max_q_len * (self.layer.num_qo_heads // self.layer.num_kv_heads)
         return self.engine.page_size % SMALLEST_KEY_TILE == 0 and query_rows > SMALLEST_QUERY_TILE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_attn_plugin.block_sizes import kernel_page_size, preferred_block_size
+from vllm_attn_plugin.block_sizes import preferred_block_size
 from vllm_attn_plugin.kernels import Phase, find_toolchain
 from vllm_attn_plugin.kernels.dispatch import known_kernels, preference
 from vllm_attn_plugin.kernels.timed_batch import (
@@ -134,7 +134,8 @@ def run(asked: Asked) -> Iterator[Written]:
     if not torch.cuda.is_available():
         raise TuneError("tune measures kernels on an NVIDIA GPU, and torch finds none; run it on a machine with one.")
     load_cache_operators()
-    asked = replace(asked, page_size=asked.page_size or (served_page_size(torch.cuda.get_device_capability()),))
+    # Such a block is one page.
+    asked = replace(asked, page_size=asked.page_size or (preferred_block_size(torch.cuda.get_device_capability()),))
     clock, flashinfer = CudaClock(), find_toolchain().flashinfer_version or ""
     for configuration in configurations(asked):
         start = time.monotonic()
@@ -154,11 +155,6 @@ def load_cache_operators() -> None:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-
-
-def served_page_size(compute_capability: tuple[int, int]) -> int:
-    """Tokens a page where a model is served without `--block-size`."""
-    return kernel_page_size(preferred_block_size(compute_capability), compute_capability)
 
 
 def configurations(options: Asked) -> Iterator[Configuration]:

@@ -13,7 +13,7 @@ def tune(
     heads: Annotated[list[str], typer.Option(metavar="Q/KV...", help="Query and KV heads a GPU: 32/8.")],
     head_dim: Annotated[list[int] | None, typer.Option(metavar="N...", help="Size of a head; default 128.")] = None,
     page_size: Annotated[
-        list[int] | None, typer.Option(metavar="N...", help="Tokens a page; default as served")
+        list[int] | None, typer.Option(metavar="N...", help="Tokens a page; default as served.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the query.")] = "bfloat16",
     kv_dtype: Annotated[
